@@ -18,7 +18,7 @@ from tests.bounded import often
 from tests.integration.cluster import DEADLINE, Cluster, Rank, results
 from torchft._manager.checks.divergence import EXCHANGE, LEAST_SWEEP
 from torchft._manager.checks.replicas import Diverged
-from torchft.checkpointing.codec.digest import digest_all, memory_of
+from torchft.checkpointing.codec.digest import combine, digest, memory_of
 from torchft.ddp import DistributedDataParallel
 from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
@@ -94,7 +94,7 @@ class Training:
             except Diverged as e:
                 rank.crash()
                 return e
-        self.ended[rank.group] = digest_all([tensor for _, tensor in self.tensors(model, inner)])
+        self.ended[rank.group] = int(combine([digest(tensor) for _, tensor in self.tensors(model, inner)]))
         return None
 
     def tensors(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft.checkpointing import HTTPTransport
-from torchft.checkpointing.codec.digest import digest_all
+from torchft.checkpointing.codec.digest import combine, digest
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
@@ -84,6 +84,6 @@ weights = [
     *model.parameters(),
     *(adam.state[p][key] for p in model.parameters() for key in ("exp_avg", "exp_avg_sq")),
 ]
-emit("finished", step=manager.current_step(), digest=digest_all(weights))
+emit("finished", step=manager.current_step(), digest=int(combine([digest(weight) for weight in weights])))
 manager.shutdown()
 pg.shutdown()

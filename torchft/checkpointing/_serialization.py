@@ -97,12 +97,7 @@ _ALLOWED: List[_Global] = [_Entry, *_structure_types(), *_numpy_types(), datetim
 
 
 def pickle_allowed() -> bool:
-    """Whether the user accepts any pickle from the network, so that a process that poses as a source can run
-    code here.
-
-    Raises:
-        ValueError: TORCHFT_ALLOW_PICKLE is neither 0 nor 1
-    """
+    """Whether the user accepts any pickle from the network, so that a false source can run code here."""
     return switch(ALLOW_PICKLE_ENV)
 
 
@@ -114,9 +109,7 @@ def explain(error: Exception, what: str) -> CheckpointError:
         return CheckpointError(
             f"{what} contains {name}, which is not loaded from the network unless it is allowed: call "
             f"torch.serialization.add_safe_globals([{name}]) at the start of the program, on every replica "
-            "group, if "
-            f"loading such an object is safe, or keep it out of the state dict; {ALLOW_PICKLE_ENV}=1 allows "
-            "every "
-            "type, also to a process that poses as a source"
+            "group, if loading such an object is safe, or keep it out of the state dict; "
+            f"{ALLOW_PICKLE_ENV}=1 allows every type, also to a process that poses as a source"
         )
     return CheckpointError(f"{what} cannot be read: {type(error).__name__}: {text}")

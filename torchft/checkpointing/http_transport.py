@@ -262,9 +262,7 @@ class HTTPTransport(CheckpointTransport[T]):
             self._receiving = None
 
     def abandon_receiving(self, reason: Exception) -> None:
-        """Aborts a `recv_checkpoint` that runs on another thread: it raises CheckpointError with this
-        reason.
-        """
+        """Aborts a `recv_checkpoint` on another thread: it raises CheckpointError with this reason."""
         receiving = self._receiving  # read once: the other thread clears it when its transfer ends
         if receiving is not None:
             receiving.because(reason)

@@ -181,10 +181,8 @@ class PGTransport(CheckpointTransport[T]):
             target: chooses the devices of tensors if this transport has no `state_dict`. Also says whether
                 the timeout is one of progress, `TargetState.waited_for`.
         """
-        what, waited_for = (
-            f"checkpoint of step {step} from rank {src_rank}",
-            target is not None and target.waited_for,
-        )
+        what = f"checkpoint of step {step} from rank {src_rank}"
+        waited_for = target is not None and target.waited_for
         if self._state_dict is not None:
             target = TargetState(self._state_dict, writable=True)
         channel = self._channel([src_rank], what, step, timeout, waited_for)
@@ -208,9 +206,7 @@ class PGTransport(CheckpointTransport[T]):
 
     @contextmanager
     def _released(self, channel: _Channel, receiving: bool) -> Iterator[None]:
-        """Notifies the other end if this one fails. Otherwise it would wait until its timeout, and
-        all groups with it.
-        """
+        """Notifies the other end if this one fails: it, and all groups, would wait until its timeout."""
         try:
             yield
         except Exception:
@@ -276,9 +272,7 @@ class _Channel:
         self.broken = False  # set if the other end has an error as well, or has the same deadline
 
     def announced(self, sizes: List[int]) -> None:
-        """Takes over the number of bytes. A small state is cut into smaller pieces, which
-        take little memory.
-        """
+        """Takes over the sizes. A small state is cut into smaller pieces, which take little memory."""
         self._piece = min(_PIECE, max(_LEAST_PIECE, sum(sizes) // _PIECES))
         self._stage = self._unloading = None
         self._left = deque(sizes)
@@ -330,9 +324,7 @@ class _Channel:
         return self._unloading.stage
 
     def discard(self) -> bool:
-        """Receives the rest of the state and discards it, so that the other end does not wait. Returns False
-        if that is impossible.
-        """
+        """Receives and drops the rest, so that the other end does not wait; False if that is impossible."""
         if self._left is None:
             return False
         self.progress = None
@@ -402,9 +394,7 @@ class _Channel:
             raise CheckpointError(f"{self.what}: {error}") from error
 
     def _mark(self, nbytes: int = 0) -> None:
-        """Marks the end of a piece behind the work queued so far. Its bytes count as progress when it is
-        reached.
-        """
+        """Marks the end of a piece behind the work queued so far. Its bytes count when it is reached."""
         self._queued.append((DeviceEvent(self._devices), nbytes))
         self._wait(_AHEAD)
 
@@ -427,8 +417,6 @@ class Pairs:
     """The connections of one transfer, one with each peer, beside those of the process group.
 
     Args:
-        pg: the process group
-        ranks: ranks of the peers
         name: differs from the names of earlier transfers between them
         timeout: of connecting with all of them
     """

@@ -44,11 +44,7 @@ class CheckpointTimeout(TimeoutError, RuntimeError):
 
 @contextmanager
 def bounded(what: str) -> Iterator[None]:
-    """Turns any TimeoutError in the block into a CheckpointTimeout.
-
-    Args:
-        what: names the operation in the message
-    """
+    """Turns any TimeoutError in the block into a CheckpointTimeout that names the operation."""
     try:
         yield
     except CheckpointTimeout:

@@ -31,9 +31,6 @@ class Destination:
     """The memory for one state.
 
     Args:
-        structure: the structure that the source announces
-        target: the state of this group, if that is known
-        what: names the transfer in errors
         home: returns the device for a tensor on a device of the source, if there is no target
 
     Attributes:
@@ -103,10 +100,6 @@ class Places:
     the same memory layout, else by a copy afterwards. Other tensors are allocated.
 
     Args:
-        tree: the structure that the source announces
-        sizes: sizes of its regions in bytes
-        own: the local tensors by path
-        what: name of the transfer in errors
         strict: whether a state that differs is refused; otherwise only equal tensors are filled
 
     Attributes:
@@ -148,16 +141,15 @@ class Places:
             padded = is_dtensor(tensor) and start == 0  # FSDP2 pads shards to equal sizes
             if sizes[region] not in (local.nbytes, storage.nbytes() if padded else local.nbytes):
                 continue
-            if _same_strides(local, strides) and _is_dense(local) and storage._cdata not in taken:
+            dense = torch.ops.aten.is_non_overlapping_and_dense(local)
+            if _same_strides(local, strides) and dense and storage._cdata not in taken:
                 taken.add(storage._cdata)
                 flat = torch.empty(0, dtype=torch.uint8, device=local.device)
                 self.regions[region] = flat.set_(storage, start, (sizes[region],), (1,))
                 self.copied.remove(region)
 
     def decode(self, tree: Any, flats: List[torch.Tensor], trusted: bool = False) -> Any:
-        """Builds the state from the local tensors, which are filled, and regions of memory; see
-        `encoding.decode`.
-        """
+        """Builds the state from the local tensors, which are filled, and regions; see `encoding.decode`."""
 
         def replace(path: Path, node: List[Any]) -> Optional[torch.Tensor]:
             tensor = self._own.get(path)
@@ -174,10 +166,8 @@ class Places:
 
 
 def moved_into(own: Mapping[Path, torch.Tensor], state: object, what: str) -> Any:
-    """Copies a state that was received into other memory to the local tensors. Returns it with those tensors.
-
-    Raises:
-        CheckpointError: raised by `Places`; no tensor has changed then
+    """Copies a state that was received into other memory to the local tensors, and returns it with those.
+    After a CheckpointError of `Places` no tensor has changed.
     """
     encoded = Encoded(state)
     tree = json.loads(encoded.structure)
@@ -187,11 +177,7 @@ def moved_into(own: Mapping[Path, torch.Tensor], state: object, what: str) -> An
 
 
 def device_like(what: str, device: str) -> torch.device:
-    """This process's current device of the same type as one of the source, for a transfer without a target.
-
-    Raises:
-        CheckpointError: there is none
-    """
+    """This process's current device of the same type as one of the source; CheckpointError without one."""
     if device == "cpu":
         return CPU
     kind = device.partition(":")[0]
@@ -253,15 +239,3 @@ def _uses(node: Any) -> Iterator[int]:
 def _same_strides(tensor: torch.Tensor, strides: List[int]) -> bool:
     """Compares strides, except those of dimensions with one element, which have no effect."""
     return all(size == 1 or a == b for size, a, b in zip(tensor.shape, tensor.stride(), strides))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill a range of memory without gaps or overlaps."""
-    order = sorted(range(tensor.dim()), key=lambda i: (tensor.stride(i), tensor.size(i)))
-    expected = 1
-    for i in order:
-        if tensor.size(i) != 1:
-            if tensor.stride(i) != expected:
-                return False
-            expected *= tensor.size(i)
-    return True

@@ -23,9 +23,7 @@ _watchers = threading.local()
 
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Transfers that this thread begins in the block call ``watcher(received, total)``, in bytes, twice a
-    second.
-    """
+    """Transfers that this thread begins in the block call ``watcher(received, total)`` twice a second."""
     before = getattr(_watchers, "watcher", None)
     _watchers.watcher = watcher
     try:
@@ -38,8 +36,6 @@ class TransferProgress:
     """Receives the progress of a transfer, and shows it from time to time.
 
     Args:
-        what: names the transfer
-        log: called with each log line
         terminal: where the bar is shown; default: standard error, if that is a terminal
         clock: returns seconds
     """

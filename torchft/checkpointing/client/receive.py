@@ -29,14 +29,8 @@ Memory = Callable[[Any, int], torch.Tensor]
 
 
 class Receiver:
-    """Receives one state: in the native format if both sides support it, else in the upstream format.
-
-    Args:
-        request: the request for it
-        target: the state of this group, if that is known
-        checked: whether blocks carry checksums
-        num_chunks: the number of streams in the upstream format; 0: one
-        additional_sources: functions that return the metadata of additional sources
+    """Receives one state: in the native format if both sides support it, else in the upstream format, in
+    `num_chunks` streams (0: one). `checked`: whether blocks carry checksums.
     """
 
     def __init__(
@@ -56,11 +50,7 @@ class Receiver:
         self._transfer: Optional[Transfer] = None
 
     def receive(self) -> Any:
-        """Returns the state.
-
-        Raises:
-            CheckpointError, TimeoutError: see `CheckpointTransport.recv_checkpoint`
-        """
+        """Returns the state; errors are those of `CheckpointTransport.recv_checkpoint`."""
         request, attempts = self._request, Attempts()
         with closing(TransferProgress(request.what, logger)) as progress:
             while True:
@@ -88,9 +78,7 @@ class Receiver:
         return self._transfer.received if self._transfer else 0
 
     def _fetch(self, answer: Answer, progress: TransferProgress) -> Destination:
-        """Fills memory with the state. An interrupted transfer continues if the source still offers the same
-        bytes.
-        """
+        """Fills memory with the state. A broken transfer continues if the source offers the same bytes."""
         ticket, structure = answer.handshake(self._request.what)
         if self._transfer is None or self._transfer.session != ticket.session:
             self.close()
@@ -121,11 +109,8 @@ def receive_part(request: Request, checked: bool, memory: Memory) -> StatePart:
             ticket, structure = answer.handshake(what)
             into = memory(structure.tree, sum(structure.sizes))
             if into.numel():
-                transfer, progress = (
-                    Transfer(ticket, [into], into, checked, request),
-                    TransferProgress(what, logger),
-                )
-                with closing(progress), closing(transfer):
+                transfer = Transfer(ticket, [into], into, checked, request)
+                with closing(TransferProgress(what, logger)) as progress, closing(transfer):
                     transfer.run(answer, ticket, progress)
             else:
                 answer.done(request.deadline)

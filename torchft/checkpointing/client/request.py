@@ -37,11 +37,7 @@ _LONGEST_RETRY_AFTER = 10.0  # seconds
 
 
 class RequestRefused(CheckpointError):
-    """The source refused the request; a retry is useless.
-
-    Attributes:
-        status: the status of the answer
-    """
+    """The source refused the request; a retry is useless. `status`: the status of the answer."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -49,11 +45,7 @@ class RequestRefused(CheckpointError):
 
 
 class Busy(Interrupted):
-    """The source has no room for this connection.
-
-    Attributes:
-        retry_after: seconds after which the source wants to be asked again
-    """
+    """The source has no room for this connection; it wants to be asked after `retry_after` seconds."""
 
     def __init__(self, what: str, retry_after: float) -> None:
         super().__init__(f"{what}: the source has too many connections; retry after {retry_after:g} s")
@@ -61,9 +53,7 @@ class Busy(Interrupted):
 
 
 class Abandon:
-    """Aborts a transfer from another thread: a failed source may keep its connections open and send
-    nothing.
-    """
+    """Aborts a transfer from another thread: a failed source may keep its connections and send nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -113,9 +103,7 @@ class Answer:
         return host_port(str(self.sock.getpeername()[0]), ticket.port)
 
     def done(self, deadline: Deadline) -> None:
-        """Reports to the source that the transfer is complete. The end of the connection has the same
-        effect.
-        """
+        """Reports to the source that the transfer is complete, as the end of the connection does."""
         self.sock.deadline = deadline.at
         try:
             self.sock.sendall(DONE)
@@ -126,13 +114,8 @@ class Answer:
 @dataclass
 class Request:
     """A request for `{metadata}{step}/{key}`.
-
-    Args:
-        metadata: the source's metadata, see `codec.requests`
-        step: the requested step
-        key: what is requested, see `codec.requests`
-        deadline: of the whole answer; notes the data that arrives
-        abandon: aborts the request, and the transfer that follows
+    `deadline` is that of the whole answer, and notes the data that arrives; `abandon` aborts the request, and
+    the transfer that follows. For `metadata` and `key` see `codec.requests`.
     """
 
     metadata: str

@@ -23,12 +23,6 @@ class AdditionalSources:
     """Additional sources of a transfer. A separate thread fetches from each of them until the block ends.
 
     None of them is required: an error of one is logged, and the transfer continues with the others.
-
-    Args:
-        transfer: the transfer
-        sizes: sizes of its regions, in bytes
-        additional_sources: functions that return the metadata of the sources
-        request: the request to the assigned source
     """
 
     def __init__(

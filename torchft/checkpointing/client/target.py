@@ -53,9 +53,7 @@ class TargetState:
         self.devices: Dict[Path, str] = {}
 
     def own(self) -> Dict[Path, torch.Tensor]:
-        """The local tensors by path. Empty if the group's state cannot be read: the heal then uses new
-        tensors.
-        """
+        """The local tensors by path; none, and so new ones, if the group's state cannot be read."""
         try:
             return tensors_by_path(self._read())
         except Exception as error:
@@ -108,10 +106,6 @@ class BufferMap:
     Device indices of the source have no meaning here. For a tensor on device D of the source, the chosen
     device is the one that holds most of this group's counterparts of the source's tensors on D. Only devices
     that the group's own tensors use are chosen.
-
-    Args:
-        own: the group's tensors
-        devices: the source's devices of its tensors, by path
     """
 
     def __init__(self, own: Mapping[Path, torch.Tensor], devices: Mapping[Path, str]) -> None:
@@ -121,9 +115,7 @@ class BufferMap:
             self._counts.setdefault(devices[path], Counter())[own[path].device] += 1
 
     def of(self, device: str) -> torch.device:
-        """The local device for a tensor that the source has on this device; host memory if that is not
-        known.
-        """
+        """The local device for a tensor on this device of the source; host memory if not known."""
         if device == "cpu":
             return CPU
         if device in self._counts:

@@ -21,17 +21,8 @@ class SourceFailed(Interrupted):
 
 
 class Transfer:
-    """A transfer into memory. Received data is kept when a connection breaks.
-
-    Args:
-        ticket: the source's first frame of the handshake
-        regions: the memory, as flat tensors of bytes
-        keep: keeps that memory alive
-        checked: whether blocks carry checksums
-        request: the first request
-
-    Attributes:
-        received: bytes that have arrived
+    """A transfer into memory, flat tensors of bytes that `keep` keeps alive. What arrived is kept when a
+    connection breaks. `received`: bytes that have arrived; `checked`: whether blocks carry checksums.
     """
 
     received = 0
@@ -52,12 +43,8 @@ class Transfer:
         self._staged.begin(self._fetch)
 
     def run(self, answer: Answer, ticket: Ticket, progress: TransferProgress) -> FetchStatus:
-        """Fetches from a source until everything has arrived, and tells it so.
-
-        Raises:
-            SourceFailed: the source failed
-            CheckpointError: the received data is wrong
-            TimeoutError: the deadline has passed
+        """Fetches from a source until everything has arrived, and tells it so. SourceFailed: the source
+        failed; CheckpointError: the received data is wrong; TimeoutError: the deadline has passed.
         """
         what, deadline = self._request.what, self._request.deadline
         self._fetch.add(answer.data_address(ticket), ticket.secret)

@@ -1,6 +1,4 @@
-"""Receives a state in the upstream format: one stream, or several that each carry a part of the state's
-leaves.
-"""
+"""Receives a state in the upstream format: one stream, or several that each carry some of the leaves."""
 
 from __future__ import annotations
 
@@ -31,16 +29,9 @@ _MAX_STREAMS = 16  # chunks fetched at the same time
 
 
 def receive_upstream(request: Request, answer: Answer, num_chunks: int, target: Optional[TargetState]) -> Any:
-    """Reads the state that a source sends.
-
-    Args:
-        request: the first request
-        answer: its answer
-        num_chunks: number of streams, if the key is not `full`
-        target: gets the devices of the tensors; without it they are received on devices of this process
-
-    Raises:
-        CheckpointError, TimeoutError: see `CheckpointTransport.recv_checkpoint`
+    """Reads the state that a source sends, in `num_chunks` streams unless the key is `full`. `target` gets
+    the devices of the tensors; without it they are received on devices of this process. CheckpointError,
+    TimeoutError: see `CheckpointTransport.recv_checkpoint`.
     """
     with closing(TransferProgress(request.what, logger)) as progress:
         streams = _Streams(request.what, progress, in_host_memory=target is not None)
@@ -58,13 +49,7 @@ def receive_upstream(request: Request, answer: Answer, num_chunks: int, target: 
 
 
 class _Streams:
-    """Reads the streams of one state, on any threads.
-
-    Args:
-        what: names the transfer in errors
-        progress: counts the bytes
-        in_host_memory: whether all storages stay in host memory
-    """
+    """Reads the streams of one state, on any threads; with `in_host_memory` all storages stay there."""
 
     def __init__(self, what: str, progress: TransferProgress, in_host_memory: bool) -> None:
         self._what = what
@@ -114,7 +99,6 @@ def _receive_chunks(request: Request, spec: object, n: int, streams: _Streams) -
             got = len(chunk) if isinstance(chunk, list) else type(chunk)
             raise CheckpointError(
                 f"{what}: chunk {i} of {n} holds {got} values instead of {expected}; num_chunks must be the "
-                "same in "
-                "every replica group"
+                "same in every replica group"
             )
     return pytree.tree_unflatten([chunks[i % n][i // n] for i in range(total)], spec)

@@ -24,7 +24,7 @@ Length, dtype, shape and strides do not enter the digest, so compare only tensor
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Optional
 
@@ -97,15 +97,8 @@ def combine(digests: Sequence[torch.Tensor], device: Optional[torch.device] = No
     return moved[0] if len(moved) == 1 else _sum(moved, device)
 
 
-def digest_all(tensors: Iterable[torch.Tensor]) -> int:
-    """One number for several tensors and their order. The host waits for their devices."""
-    return int(combine([digest(tensor) for tensor in tensors]).item())
-
-
 def _words(memory: torch.Tensor) -> torch.Tensor:
-    """The 32-bit words of some bytes, the last word padded with zeros. Copies only if padded or not
-    aligned.
-    """
+    """The 32-bit words of some bytes, the last one padded with zeros. Copies if padded or not aligned."""
     if rest := memory.numel() % _WORD:
         memory = torch.cat([memory, memory.new_zeros(_WORD - rest)])
     elif memory.storage_offset() % _WORD:
@@ -114,9 +107,7 @@ def _words(memory: torch.Tensor) -> torch.Tensor:
 
 
 def _on_device(words: torch.Tensor) -> list[torch.Tensor]:
-    """The digests of all whole chunks as one tensor, computed by few kernels, and the digest of the remaining
-    words.
-    """
+    """The digests of all whole chunks as one tensor, by few kernels, and that of the remaining words."""
     weights = _weights(words.device)
     whole = words.numel() // _CHUNK * _CHUNK
     sums = []

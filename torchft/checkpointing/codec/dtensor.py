@@ -104,12 +104,7 @@ class SpecDecoder:
         self._meshes: Dict[str, Any] = {}
 
     def decode(self, node: List[Any]) -> Any:
-        """A `DTensorSpec`.
-
-        Raises:
-            ValueError, TypeError, ...: the description is malformed, or torch.distributed is not initialized
-                here.
-        """
+        """A `DTensorSpec`; ValueError, TypeError, ... if malformed, or without torch.distributed here."""
         from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
         _, mesh, placements, meta, order = node

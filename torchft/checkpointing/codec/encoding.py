@@ -44,14 +44,8 @@ def show_path(path: Path) -> str:
 
 
 class Encoded:
-    """A state without its tensors' memory.
-
-    Args:
-        state: the state
-
-    Raises:
-        Unsendable: the state refers to itself, or contains an object that cannot be pickled or a tensor
-            without data
+    """A state without its tensors' memory. Unsendable: it refers to itself, or contains an object that cannot
+    be pickled or a tensor without data.
     """
 
     def __init__(self, state: object) -> None:
@@ -133,8 +127,7 @@ class Encoded:
         except Exception as error:
             raise Unsendable(
                 f"{show_path(path)}, a {_type_name(type(value))}, cannot be sent: {type(error).__name__}: "
-                f"{error}; "
-                "keep it out of the state dict"
+                f"{error}; keep it out of the state dict"
             ) from error
         return [
             "P",
@@ -155,12 +148,9 @@ Replace = Callable[[Path, List[Any]], Optional[torch.Tensor]]
 def decode(
     tree: Any, flats: List[torch.Tensor], what: str, replace: Optional[Replace] = None, trusted: bool = False
 ) -> Any:
-    """Builds the state.
+    """Builds the state from its structure and the memory of each region; `what` names it in errors.
 
     Args:
-        tree: the structure, decoded from JSON
-        flats: the memory of each region, as flat tensors of bytes
-        what: name of the state in errors
         replace: returns existing tensors to be used instead
         trusted: whether this process made the tree itself, so that its pickles may hold any type
 

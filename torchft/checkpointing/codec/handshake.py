@@ -129,11 +129,7 @@ def frame(body: bytes) -> bytes:
 
 
 def read_frame(file: io.BufferedIOBase, what: str) -> bytes:
-    """Reads a frame.
-
-    Raises:
-        Garbled: it was cut short, or its checksum is wrong
-    """
+    """Reads a frame; Garbled if it was cut short, or its checksum is wrong."""
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:
         raise Garbled(f"{what}: the connection ended during the handshake")

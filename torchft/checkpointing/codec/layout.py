@@ -22,9 +22,7 @@ def tensors_by_path(state: object) -> Dict[Path, torch.Tensor]:
 
 
 def tensor_nodes(node: Any, path: Path) -> Iterator[Tuple[Path, List[Any]]]:
-    """The tensors of a structure, in the order of `decode`. For a malformed structure this raises
-    nothing: `decode` does.
-    """
+    """The tensors of a structure, in the order of `decode`, which alone raises if it is malformed."""
     if not isinstance(node, list) or not node:
         return
     tag, *items = node
@@ -47,9 +45,7 @@ def plain_node(node: List[Any]) -> List[Any]:
 
 
 def _show_key(key: Any) -> str:
-    """Formats a key as `decode` does in a path; a key that `decode` rejects gets a name that no tensor
-    has.
-    """
+    """Formats a key as `decode` does in a path; one that `decode` rejects gets a name of no tensor."""
     if not isinstance(key, list):
         return repr(key)
     try:

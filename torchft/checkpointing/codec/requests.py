@@ -38,11 +38,7 @@ def announce(hosts: Sequence[str], port: int) -> str:
 
 
 def read(metadata: str) -> Tuple[List[str], int, str]:
-    """Returns hosts, port and path of a checkpoint server from its metadata.
-
-    Raises:
-        ValueError: the metadata is malformed
-    """
+    """Hosts, port and path of a checkpoint server, from its metadata; ValueError if that is malformed."""
     try:
         parts = urlsplit(metadata)
         if parts.scheme == "http" and parts.hostname is not None and parts.port is not None:

@@ -148,7 +148,6 @@ def read_object(
 
     Args:
         file: file to read the stream from; its buffer serves the many small reads, large reads bypass it
-        what: names the stream in errors
         size: length of the stream in bytes, if it is known
         storages: the storages in their order, if their content is not part of the stream
         trusted: whether this process wrote the stream itself, so that it may hold any type
@@ -214,9 +213,7 @@ def _make_object(records: _Records, what: str, any_type: bool, home: Optional[Ho
 
 
 class _EntriesUnpickler(pickle.Unpickler):
-    """Reads the list of records. PyTorch's unpickler takes 0.1 ms for each record, and there may be
-    thousands.
-    """
+    """Reads the list of records. PyTorch's unpickler takes 0.1 ms for each of perhaps thousands."""
 
     def __init__(self, file: io.BufferedIOBase) -> None:
         super().__init__(file)

@@ -14,20 +14,12 @@ from torchft._security import tokens
 
 
 def checkpoint_token() -> str:
-    """The proof of the token that a target shows; empty if the job has no token.
-
-    Raises:
-        ValueError: TORCHFT_TOKEN_FILE names a file that cannot be read, or holds no token
-    """
+    """The proof of the token that a target shows; empty if the job has none. ValueError: a bad token file."""
     return next((_derived(token) for token in tokens()), "")
 
 
 def accepts(shown: str) -> bool:
-    """Whether a source accepts the proof that a target shows.
-
-    Raises:
-        ValueError: as in `checkpoint_token`
-    """
+    """Whether a source accepts the proof that a target shows."""
     known = [_derived(token).encode() for token in tokens()]
     # compares with all of them, so that the time reveals nothing
     equal = sum(hmac.compare_digest(shown.encode("utf-8", "replace"), one) for one in known)

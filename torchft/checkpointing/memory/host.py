@@ -58,20 +58,13 @@ class HostMemory:
         self._prepared: dict[int, list[torch.Tensor]] = {}  # by size
 
     def prepare(self, sizes: Iterable[int]) -> None:
-        """Allocates tensors of these sizes in bytes for later calls of `take`, and uses all of their pages.
-
-        Raises:
-            RuntimeError, MemoryError: there is not enough memory
-        """
+        """Allocates tensors of these sizes in bytes for later calls of `take`, and uses all pages."""
         for tensor in [self.take(nbytes).zero_() for nbytes in sizes]:
             self._prepared.setdefault(tensor.nbytes, []).append(tensor)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Allocates a flat tensor of zero bytes, with a separate storage. A page is filled when it is first
-        used.
-
-        Raises:
-            RuntimeError, MemoryError: there is not enough memory
+        """Allocates a flat tensor of zero bytes, with a separate storage; a page is filled when it is first
+        used. RuntimeError, MemoryError: there is not enough memory.
         """
         if prepared := self._prepared.get(nbytes):
             return prepared.pop()
@@ -96,12 +89,6 @@ class HostMemory:
 def flat_storage(nbytes: int, what: str, device: torch.device, memory: HostMemory) -> torch.Tensor:
     """Allocates memory for a region.
 
-    Args:
-        nbytes: size of the region
-        what: name of the state in errors
-        device: device of the memory
-        memory: allocator for host memory
-
     Raises:
         CheckpointError: there is not enough memory, or no such device
     """
@@ -121,7 +108,6 @@ def reserve(nbytes: int, share: int = 1) -> Reservation:
     """Reserves host memory that is about to be allocated.
 
     Args:
-        nbytes: number of bytes
         share: at most one part in so many of the free memory is given
 
     Raises:
@@ -138,20 +124,14 @@ def reserve(nbytes: int, share: int = 1) -> Reservation:
 
 
 def reserve_for_state(nbytes: int, what: str) -> Reservation:
-    """Reserves host memory for a state that is on devices at the source.
-
-    Raises:
-        CheckpointError: it does not fit
-    """
+    """Reserves host memory for a state on devices at the source; CheckpointError if it does not fit."""
     try:
         return reserve(nbytes)
     except NoRoom as error:
         raise CheckpointError(
             f"{what}: {nbytes} bytes of it are on a device at the source, and this host has {error.free} "
-            "free for them "
-            "that no other rank has reserved; with use_async_quorum=False they are received in place where "
-            "another "
-            "group has them too"
+            "free for them that no other rank has reserved; with use_async_quorum=False they are received in "
+            "place where another group has them too"
         ) from None
 
 

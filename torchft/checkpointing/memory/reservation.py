@@ -36,12 +36,7 @@ class NoRoom(Exception):
 
 
 class Reservation:
-    """Memory that this process is about to allocate, until `release`.
-
-    Args:
-        path: its new file; None: there is none
-        nbytes: number of bytes
-    """
+    """Memory that this process is about to allocate, until `release`; none without a path."""
 
     # Of this process, including those that its parent had when it was forked. Closing a file of one's own
     # would release the lock on it.
@@ -75,7 +70,6 @@ def reserve(nbytes: int, free: Callable[[], int], share: int = 1) -> Reservation
     """Reserves memory.
 
     Args:
-        nbytes: number of bytes.
         free: returns the number of bytes that the host has free.
         share: at most one part in so many of the unreserved memory is given.
 

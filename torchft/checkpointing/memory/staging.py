@@ -1,6 +1,4 @@
-"""Moves device memory to or from the network, or other host memory, through two blocks of host memory: one is
-filled while the other is emptied.
-"""
+"""Moves device memory through two blocks of host memory: one is filled while the other is emptied."""
 
 from __future__ import annotations
 
@@ -60,13 +58,7 @@ _free: Dict[str, List[torch.Tensor]] = {}
 
 @contextmanager
 def two_blocks(kind: str, copies: StreamCopies, nbytes: int = 0) -> Iterator[List[torch.Tensor]]:
-    """Two blocks for one reader. No copy may be in progress when the context ends.
-
-    Args:
-        kind: device type
-        copies: allocates blocks if none is free
-        nbytes: minimum size of each; at least `BLOCK`
-    """
+    """Two blocks of at least `nbytes` and `BLOCK` for one reader. No copy may be in progress at the end."""
     with _lock:
         kept = _free.setdefault(kind, [])
         blocks = [kept.pop() for _ in range(min(2, len(kept)) if nbytes <= BLOCK else 0)]
@@ -79,12 +71,7 @@ def two_blocks(kind: str, copies: StreamCopies, nbytes: int = 0) -> Iterator[Lis
 
 
 class Staged:
-    """The bytes of some device memory, block by block, for any number of readers.
-
-    Args:
-        source: a flat tensor of bytes
-        copies: the copies for its device
-    """
+    """The bytes of some device memory, a flat tensor, block by block, for any number of readers."""
 
     def __init__(self, source: torch.Tensor, copies: StreamCopies) -> None:
         self._source = source
@@ -106,9 +93,7 @@ class Staged:
             wait_for()
 
     def read(self, start: int) -> Generator[torch.Tensor, None, None]:
-        """Yields the bytes from an offset on, in blocks. A block is valid until the next one is requested.
-        Ends early after `close`.
-        """
+        """Yields the bytes from an offset on, in blocks, each valid until the next. `close` ends it early."""
         turn = 0
         with two_blocks(self._source.device.type, self._copies) as blocks:
             ahead = self._start(blocks[0], start)
@@ -148,7 +133,6 @@ class Uploads:
     work. As a context manager it waits at its end until the device has all data.
 
     Args:
-        device: the device; of a type with a class of copies
         timeout: seconds within which the device must have emptied a block
     """
 
@@ -180,14 +164,8 @@ class Uploads:
             self._until_closed.close()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queues a copy. The source may be changed when this returns.
-
-        Args:
-            target: contiguous, on the device
-            source: in host memory; of the same shape and dtype
-
-        Raises:
-            TimeoutError: the device has not emptied a block in time
+        """Queues a copy of a tensor in host memory to a contiguous one of its shape and dtype on the device.
+        The source may be changed when this returns. TimeoutError: the device has not emptied a block in time.
         """
         into, data = (t.reshape(-1).view(torch.uint8) for t in (target, source))
         start = 0
@@ -220,10 +198,6 @@ class Unloading:
     It has two pieces of device memory, and two of page-locked host memory, since a copy from a device to
     other host memory waits on the host. After a failed transfer a copy may still be queued; PyTorch's
     allocator of page-locked memory does not use that memory again before the copy's end.
-
-    Args:
-        device: the device; of a type with a class of copies
-        nbytes: size of the largest piece
     """
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
@@ -239,9 +213,7 @@ class Unloading:
         self._turn = 0
 
     def ready_for(self, piece: torch.Tensor, timeout: float) -> bool:
-        """Takes the next stage for a piece, after the end of the copy from it. False: not within `timeout`
-        seconds.
-        """
+        """Takes the next stage for a piece, after the copy from it; False: not within `timeout` seconds."""
         self._turn = 1 - self._turn
         if not self._finish(self._turn, timeout):
             return False

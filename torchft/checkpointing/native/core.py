@@ -1,6 +1,4 @@
-"""Transfers of the native core (go/heal): memory registered with it, and the objects that keep that memory
-alive.
-"""
+"""Transfers of the native core (go/heal): memory registered with it, and what keeps that memory alive."""
 
 from __future__ import annotations
 
@@ -67,12 +65,8 @@ class _Handle:
 
 
 class NativeServer(_Handle):
-    """Serves offers on a separate port, from the first request of a target on.
-
-    Args:
-        piece_timeout: seconds within which a target must take one piece
-        bytes_per_second: limit for all targets together; 0: none
-        background: whether to serve with the lowest priority on this host
+    """Serves offers on a separate port, from the first request of a target on. A target must take each piece
+    within `piece_timeout` seconds; `bytes_per_second` bounds all targets together (0: no limit).
     """
 
     _end = "pyapi_ReleaseStart"
@@ -97,9 +91,7 @@ class NativeServer(_Handle):
             super().end()
 
     def offer(self, regions: Sequence[Tuple[int, int]], owner: object) -> NativeOffer:
-        """Offers memory: addresses (or ON_DEVICE) and lengths in bytes. The owner is kept until the offer has
-        ended.
-        """
+        """Offers memory: addresses (or ON_DEVICE) and lengths in bytes. The owner is kept until its end."""
         return NativeOffer(self, regions, owner)
 
 
@@ -119,17 +111,12 @@ class NativeOffer(_Handle):
         self._go.pyapi_HealCopied(self._handle, region, copy.data_ptr(), ready)
 
     def copy_failed(self, reason: str) -> None:
-        """Reports that copying from the device failed; requests that wait for the copy fail with this
-        reason.
-        """
+        """Reports that copying from the device failed; requests that wait for the copy fail so."""
         self._go.pyapi_HealCopyFailed(self._handle, reason)
 
     def revoke(self, grace: float) -> None:
         """Withdraws the memory that was not copied. Streams that still read it after `grace` seconds are
-        closed.
-
-        Raises:
-            TimeoutError: the memory is still in use
+        closed. TimeoutError: the memory is still in use.
         """
         if not self._handle:
             return
@@ -182,9 +169,7 @@ class NativeFetch(_Handle):
 
     Args:
         regions: addresses (or ON_DEVICE) and lengths in bytes
-        owner: keeps the memory alive
         block_size: the source's block size, in bytes
-        checked: whether blocks carry checksums
         stall: seconds after which a stream that receives nothing is closed
         window: blocks in a window, if some of the memory is on a device; see go/heal/windows.go
     """
@@ -212,9 +197,7 @@ class NativeFetch(_Handle):
         self._go.pyapi_HealAdd(self._handle, address, secret, role is Role.ASSIGNED)
 
     def stage(self, block: torch.Tensor) -> int:
-        """Provides memory for the next window; returns its number, or -1. The content of the memory is
-        overwritten.
-        """
+        """Provides memory, to be overwritten, for the next window; returns its number, or -1."""
         return self._go.pyapi_HealStage(self._handle, block.data_ptr(), block.numel())
 
     def wait(self, seconds: float) -> FetchStatus:

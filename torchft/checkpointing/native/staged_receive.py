@@ -1,6 +1,4 @@
-"""Receives tensors for a device, window by window, through two blocks of host memory; see
-go/heal/windows.go.
-"""
+"""Receives tensors for a device by windows, through two blocks of host memory; see go/heal/windows.go."""
 
 from __future__ import annotations
 
@@ -22,7 +20,6 @@ class StagedReceive:
     Args:
         regions: all regions of the transfer, as flat tensors of bytes
         block_size: size of a block on the network, in bytes
-        what: names the transfer in errors
     """
 
     def __init__(self, regions: Sequence[torch.Tensor], block_size: int, what: str) -> None:
@@ -55,11 +52,7 @@ class StagedReceive:
         self._open(fetch, list(self._free))
 
     def take(self, fetch: NativeFetch, windows: List[int]) -> None:
-        """Copies full windows to the device, and opens the next ones in their place.
-
-        Raises:
-            CheckpointError: the device failed
-        """
+        """Copies full windows to the device, and opens the next ones. CheckpointError: the device failed."""
         blocks = [self._at.pop(window) for window in windows]
         try:
             for window, block in zip(windows, blocks):
@@ -89,9 +82,7 @@ class StagedReceive:
             del self._under_way[0]
 
     def close(self) -> None:
-        """Waits for the copies. Once the fetch has ended too, nothing writes to the device memory any
-        more.
-        """
+        """Waits for the copies. Once the fetch has ended too, nothing writes to the device memory."""
         self._wait()
         self._until_closed.close()
 

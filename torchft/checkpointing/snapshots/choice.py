@@ -40,10 +40,8 @@ class Chosen(NamedTuple):
 
 
 def newest(ranks: Sequence[Sequence[Copy]]) -> Optional[Chosen]:
-    """Chooses the newest step that all ranks of a group can restore; None if there is none.
-
-    Args:
-        ranks: the copies that each rank can reach; of several copies of a step the rank prefers the first.
+    """Chooses the newest step that all ranks of a group can restore; None if there is none. `ranks`: the
+    copies that each rank can reach; of several copies of a step the rank prefers the first.
     """
     reach: list[dict[tuple[int, int], str]] = []
     for copies in ranks:

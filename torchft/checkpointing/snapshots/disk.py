@@ -122,11 +122,7 @@ class Content:
         self._values[item.index] = value
 
     def value(self, index: MetadataIndex) -> Any:
-        """Returns the tensor or object of an item.
-
-        Raises:
-            DiskError: this state has no such item.
-        """
+        """Returns the tensor or object of an item. DiskError: this state has no such item."""
         if self._share is not None and not self._share.has(self.parts.get(index)):
             raise DiskError(f"this group has {self._share} of the state, which lacks {index.fqn}")
         try:

@@ -76,11 +76,7 @@ def kept(header: Header, status: Dict[str, Status]) -> bool:
 
 
 def read_status(job: Path) -> Dict[str, Status]:
-    """Returns what the writer does about the folders of a job.
-
-    Args:
-        job: the job's folder in ROOT.
-    """
+    """Returns what the writer does about the folders of a job. `job`: the job's folder in ROOT."""
     try:
         told: Dict[str, Dict[str, Any]] = json.loads((job / STATUS).read_text())
         return {folder: Status(**fields) for folder, fields in told.items()}

@@ -30,11 +30,7 @@ class Source(NamedTuple):
 
 
 def local(path: Path) -> Source:
-    """Returns a slot in this host's memory.
-
-    Raises:
-        SlotError: it is not complete.
-    """
+    """Returns a slot in this host's memory. SlotError: it is not complete."""
     header = slots.read_header(path)
 
     def read(offset: int, length: int) -> Iterator[bytes]:

@@ -236,10 +236,7 @@ class _Connection:
 
     def read(self, offset: int, length: Optional[int]) -> Iterator[bytes]:
         """Yields the bytes from an offset; None: up to the end. A connection that breaks is made again, as
-        long as something arrives.
-
-        Raises:
-            SlotError: they did not arrive.
+        long as something arrives. SlotError: they did not arrive.
         """
         source, done, total = self._source, 0, length
         if total == 0:

@@ -70,9 +70,7 @@ class Save:
 
     def announce(self, rank: int, content: Content) -> None:
         """Says what a rank has. All processes that have the state of the rank say the same; the first counts.
-
-        Raises:
-            OSError: the folder cannot be written.
+        OSError: the folder cannot be written.
         """
         if self._claims():
             return

@@ -64,10 +64,7 @@ def _dealt(sizes: Tuple[int, ...], parts: int) -> Tuple[Optional[int], ...]:
 
 def missing(shares: Iterable[Optional[Share]]) -> Optional[Tuple[int, ...]]:
     """Returns the parts of a state that none of its copies has: none of them if it can be restored; None if
-    there is no copy.
-
-    Args:
-        shares: what each copy has; None: all.
+    there is no copy. `shares`: what each copy has; None: all.
     """
     found = list(shares)
     if not found:

@@ -101,10 +101,8 @@ class Header(NamedTuple):
 
 
 def root() -> Path:
-    """Returns the folder of all slots of this user, and makes it.
-
-    Raises:
-        SlotError: it cannot be made, or another user owns it or may write to it.
+    """Returns the folder of all slots of this user, and makes it. SlotError: it cannot be made, or another
+    user owns it or may write to it.
     """
     try:
         return _keeper.root()
@@ -123,11 +121,7 @@ def job_name() -> str:
 
 
 def folder_of(job: str, group: str, rank: int) -> Path:
-    """Returns the folder of a rank's slots. It need not exist.
-
-    Raises:
-        SlotError: as in :func:`root`.
-    """
+    """Returns the folder of a rank's slots. It need not exist. SlotError: as in :func:`root`."""
     return root() / quoted(job) / quoted(group) / f"rank-{rank}"
 
 
@@ -205,11 +199,7 @@ def remove(folder: Path) -> None:
 
 
 def read_header(path: Path) -> Header:
-    """Returns the header of a slot. Regions and structure may still be damaged.
-
-    Raises:
-        SlotError: there is no complete header.
-    """
+    """Returns a slot's header, or SlotError if incomplete. Regions and structure may still be damaged."""
     try:
         with open(path, "rb") as file:
             return _header(path, file.read(PAGE), os.fstat(file.fileno()).st_size)
@@ -218,10 +208,8 @@ def read_header(path: Path) -> Header:
 
 
 def read_structure(path: Path) -> Any:
-    """Returns the structure of a slot, decoded from JSON. Regions may still be damaged.
-
-    Raises:
-        SlotError: it is not complete, or header or structure are damaged.
+    """Returns the structure of a slot, decoded from JSON. Regions may still be damaged. SlotError: it is not
+    complete, or header or structure are damaged.
     """
     try:
         with open(path, "rb") as file:
@@ -515,11 +503,7 @@ def pick(headers: Sequence[Optional[Header]], kept: Callable[[Header], bool] = l
 
 
 def invalidate(path: Path) -> None:
-    """Makes a slot incomplete.
-
-    Raises:
-        SlotError: it cannot be written.
-    """
+    """Makes a slot incomplete. SlotError: it cannot be written."""
     try:
         with open(path, "r+b") as file:
             file.write(bytes(PAGE))
@@ -612,11 +596,7 @@ def _write(
 
 
 def complete(file: int, index: Index) -> None:
-    """Makes a slot of a file that has all regions.
-
-    Raises:
-        OSError: there is no room.
-    """
+    """Makes a slot of a file that has all regions. OSError: there is no room."""
     end = max((region.offset + padded(region.length) for region in index.regions), default=PAGE)
     for _ in _end(file, index.header._replace(share=None), index.structure, index.regions, end):
         pass
@@ -665,11 +645,7 @@ def _pieces(flat: torch.Tensor, staged: Optional[Staged]) -> Iterator[torch.Tens
 
 
 def put(file: int, data: Union[bytes, memoryview], offset: int) -> None:
-    """Writes all of the data to a file.
-
-    Raises:
-        OSError: there is no room.
-    """
+    """Writes all of the data to a file. OSError: there is no room."""
     view = memoryview(data)
     while len(view):
         done = os.pwrite(file, view, offset)

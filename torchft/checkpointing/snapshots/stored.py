@@ -141,9 +141,7 @@ def tell(job: Path, kept: Sequence[Tuple[Path, Header]], folder: Path) -> None:
 
 def complete(job: Path) -> Optional[int]:
     """Returns the newest step of which all hosts together have all on disk; None: no lighthouse has said so.
-
-    Args:
-        job: the job's folder in ROOT.
+    `job`: the job's folder in ROOT.
     """
     try:
         step = json.loads((job / COMPLETE).read_text())["step"]

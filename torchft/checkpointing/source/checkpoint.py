@@ -23,7 +23,6 @@ class Checkpoint:
     takes some tenths of a second, which the training thread should not wait for.
 
     Args:
-        state_dict: the state
         num_chunks: number of chunks in which upstream peers request it; 0: all in one stream
         names: names of storages that a target may have already, by address
 
@@ -62,11 +61,7 @@ class Checkpoint:
         return streams
 
     def structure_frame(self, rest: bool = False) -> bytes:
-        """Describes the storages that a target receives.
-
-        Args:
-            rest: whether the target has the storages that have names
-        """
+        """Describes the storages that a target receives; with `rest` it has those that have names."""
         storages, named = self.encoded.storages, self.named if rest else {}
         devices = {
             i: str(storage.device) for i, storage in enumerate(storages) if storage.device.type != "cpu"

@@ -41,7 +41,6 @@ def with_copies(
     """Copies the small tensors of a state that is offered later, when a forward pass may have changed them.
 
     Args:
-        state: the state
         kept: addresses of tensors that do not change before the end of the step
         moving: addresses of tensors that are copied whatever their size; of a DTensor, that of its shard
 
@@ -91,7 +90,6 @@ class Offer:
     first target asks. If there is no memory for it, the upstream format is used.
 
     Args:
-        checkpoint: the state
         room: the memory that is reserved for a copy of tensors on devices, until that is made; None: there is
             no copy
     """
@@ -160,11 +158,8 @@ class Offer:
             self.room.release()
 
     def native(self, server: NativeServer, rest: bool = False) -> Optional[NativeOffer]:
-        """The tensors that the native core may serve; None if some are on a device and are not copied.
-
-        Args:
-            server: the native server
-            rest: without the storages that have names
+        """The tensors that the native core may serve, for `rest` without those that have names; None if some
+        are on a device and are not copied.
         """
         named = self.checkpoint.named if rest else {}
         with self._cond:
@@ -224,7 +219,6 @@ class Offer:
         """Yields the bytes of a stream; each piece is valid until the next is requested.
 
         Args:
-            stream: one of the checkpoint's streams
             cut_off: called to make the reader end soon, with an error
             pacer: limits the rate of the pieces; its waits use none of the caller's memory, so they delay no
                 `close`
@@ -285,13 +279,8 @@ class Offer:
                 self._cond.notify_all()
 
     def close(self, timeout: float) -> None:
-        """Returns the memory to its owner: after this call no reader uses it.
-
-        Args:
-            timeout: limit for a copy in progress, in seconds. It ends after its current piece.
-
-        Raises:
-            TimeoutError: the memory is still in use; it must not be changed
+        """Returns the memory to its owner: after this call no reader uses it. A copy in progress ends after
+        its current piece, within `timeout` seconds. TimeoutError: the memory must not be changed yet.
         """
         with self._cond:
             self._closed = True  # what is copied from now on is not used
@@ -346,9 +335,7 @@ class _Block:
         self.address = self._source.data_ptr() if self.on_host else ON_DEVICE
 
     def copy(self, memory: HostMemory, closed: Callable[[], bool]) -> Iterator[None]:
-        """Copies the storage in parts, and yields after each part. Ends early once the memory is returned to
-        its owner.
-        """
+        """Copies the storage, and yields after each part. Ends early once the memory is returned."""
         self.coming = mine = memory.take(self.nbytes)
         if self.staged is None:
             mine.copy_(self._source)

@@ -11,13 +11,8 @@ _PIECE_SEC = 0.1
 
 
 class Pacer:
-    """Delays threads so that together they do not send faster than a limit.
-
-    Args:
-        limit: bytes per second for all threads together; 0: no limit.
-
-    Attributes:
-        piece: bytes that a thread should send at once, at most.
+    """Delays threads so that together they do not send more than `limit` bytes per second; 0: no limit.
+    `piece`: the bytes that a thread should send at once, at most.
     """
 
     def __init__(self, limit: int = 0) -> None:

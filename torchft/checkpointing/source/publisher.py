@@ -39,16 +39,10 @@ class NoParts(Exception):
 
 
 class Parts(Protocol):
-    """The state of a step, in parts. Its methods are called on any thread, one at a time, until the step is
-    decided.
-    """
+    """The state of a step, in parts. Any thread calls it, one at a time, until the step is decided."""
 
     def part(self, key: str) -> StatePart:
-        """A copy of a part.
-
-        Raises:
-            ValueError: there is no such part.
-        """
+        """A copy of a part; ValueError if there is no such part."""
         ...
 
     def whole(self) -> None:
@@ -103,8 +97,6 @@ class Publisher:
         """Offers a checkpoint in place of the previous one.
 
         Args:
-            step: step of the checkpoint
-            checkpoint: the checkpoint
             receivers: number of replica groups that will fetch it
             role: the role of this source. Readers of an additional source also read from the assigned one, so
                 `disallow` closes their connections at once
@@ -137,9 +129,7 @@ class Publisher:
 
     @contextmanager
     def _closing_parts(self) -> Iterator[None]:
-        """Waits for the end of a read in progress; no other one begins before the block, which holds the
-        lock.
-        """
+        """Waits for the end of a read; no other one begins before the block, which holds the lock."""
         with self._cond:
             self._parts = None
             self._cond.wait_for(lambda: not self._reads_parts)
@@ -148,9 +138,7 @@ class Publisher:
 
     @contextmanager
     def _reading_parts(self) -> Iterator[None]:
-        """Releases the lock, which is held, while the parts are read: the state functions of users may be
-        slow.
-        """
+        """Releases the lock while the parts are read: the state functions of users may be slow."""
         self._reads_parts = True
         self._cond.release()
         try:
@@ -161,12 +149,8 @@ class Publisher:
             self._cond.notify_all()
 
     def part(self, step: int, key: str, timeout: float) -> StatePart:
-        """Returns a part of the state of a step. Waits while the source has not begun that step.
-
-        Raises:
-            NoParts: there is no such part
-            WrongStep: the source has decided on that step already
-            Unavailable: no part of that step was offered in time, or the source is closed
+        """Returns a part of the state of a step. Waits while the source has not begun that step. NoParts:
+        there is none; WrongStep: it is decided already; Unavailable: none in time, or the source is closed.
         """
         if not self.gives_parts:
             raise NoParts("this source offers its state at once only")
@@ -191,11 +175,8 @@ class Publisher:
                 raise NoParts(str(error)) from error
 
     def decision(self, step: int, quorum_id: int, timeout: float) -> Optional[bool]:
-        """Whether the attempt of a quorum at a step was committed; None: this source does not know. Waits for
-        it.
-
-        Raises:
-            Unavailable: it was not decided in time, or the source is closed
+        """Waits until an attempt is decided. Whether it was committed; None: this source does not know.
+        Unavailable: it was not decided in time, or the source is closed.
         """
         attempt = step, quorum_id
         with self._cond:
@@ -214,10 +195,7 @@ class Publisher:
 
     def allow(self, step: int) -> None:
         """Offers the previous checkpoint again: its tensors with their present content, as the state of
-        `step`.
-
-        Raises:
-            RuntimeError: there is no checkpoint, or it was dropped
+        `step`. RuntimeError: there is none, or it was dropped.
         """
         with self._cond:
             last = self._offer
@@ -302,10 +280,6 @@ class Publisher:
     @contextmanager
     def reading(self, step: int, timeout: float) -> Iterator[Offer]:
         """Yields the checkpoint of a step, which stays readable in the block. Waits while nothing is offered.
-
-        Args:
-            step: the requested step
-            timeout: limit for the wait, in seconds
 
         Raises:
             WrongStep: another step is offered

@@ -149,9 +149,7 @@ class _Handler(_RequestHandler):
         self.server.source.count_served(offer, key)
 
     def _hand_over(self, native: core.NativeOffer, grant: core.Grant, session: str, structure: bytes) -> bool:
-        """Lets the native core serve this target, and waits for the end of the transfer. Returns whether the
-        target has received everything.
-        """
+        """Lets the native core serve this target to the end. Whether it has received everything."""
         self.close_connection = True  # after the upgrade it carries no further HTTP requests
         # Otherwise the kernel holds back the frames until the peer acknowledges the headers, which can take
         # 40 ms.

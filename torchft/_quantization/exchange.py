@@ -54,9 +54,7 @@ class RankedGroup:
         self.on_host = "gloo" in name.lower()
 
     def peers(self) -> Any:
-        """An object that is replaced when the group gets new peers: its innermost group, or its worker
-        process.
-        """
+        """What is replaced when the group gets new peers: its innermost group, or its worker process."""
         return self._find()
 
 
@@ -85,11 +83,9 @@ def start(
     """Runs a function that exchanges buffers among the ranks of a group, without waiting for it.
 
     Args:
-        run: the function.
         what: a description of the operation, which must be equal on all ranks, as the tensors' shapes.
         tensors: the tensors that ``run`` reads and writes.
         result: the value of the work's future.
-        process_group: the group.
         stream: the stream for the work on a device; None: one that all operations on this device share.
     """
     if not any(tensor.numel() for tensor in tensors):
@@ -156,19 +152,15 @@ class _StreamWork(_OrderedByWait):
             self._future.set_result(result)  # sets the result now: callers' streams wait for this stream
 
     def _over(self) -> bool:
-        """Whether the group was aborted, or got new peers, since this work began: then its outputs are
-        undefined.
-        """
+        """Whether the group was aborted, or got new peers, since: then the outputs are undefined."""
         try:
             return self._ranks.peers() is not self._peers()
         except (AssertionError, RuntimeError):  # an aborted group has no peers
             return True
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
-        """Makes the current stream wait for the end of this work; the host continues.
-
-        Raises:
-            RuntimeError: the group was aborted, or got new peers, since this work began.
+        """Makes the current stream wait for the end of this work; the host continues. RuntimeError: the group
+        was aborted, or got new peers, since this work began.
         """
         if self._over():
             raise RuntimeError(
@@ -266,9 +258,7 @@ _last_lock = threading.Lock()
 
 
 def _enqueue(work: _HostWork, peers: Any) -> Optional[_HostWork]:
-    """Registers `work` as the last work among these peers. Returns the work that has to end first, or
-    None.
-    """
+    """Registers the last work among these peers. Returns the work that has to end first, or None."""
     with _last_lock:
         previous = _last.get(peers)
         _last[peers] = work
@@ -278,9 +268,7 @@ def _enqueue(work: _HostWork, peers: Any) -> Optional[_HostWork]:
 def _on_stream(
     run: Callable[[Exchange], None], device: torch.device, stream: Optional[torch.Stream]
 ) -> Callable[[Exchange], None]:
-    """Wraps `run`: it begins behind the work now queued on the current stream, and returns when the device is
-    finished.
-    """
+    """Wraps `run`: it begins behind the current stream's work, and returns when the device is finished."""
     before = DeviceEvent([device])
     own = _own_stream(device) if stream is None else stream
 
@@ -329,12 +317,7 @@ class _HostWork(_PendingWork):
             self.end(None)
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
-        """Waits until the result is available.
-
-        Raises:
-            TimeoutError: there is no result in time.
-            Exception: the error of the work.
-        """
+        """Waits until the result is available; TimeoutError if it is late, or the error of the work."""
         seconds = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
         if not self._ended.wait(seconds):
             raise TimeoutError(f"timed out: a quantized collective did not complete within {seconds} s")

@@ -1,6 +1,4 @@
-"""The formats of 8-bit codes, and their places in a buffer; common to the plain and the Triton
-implementation.
-"""
+"""The formats of 8-bit codes, and their places in a buffer; for the plain and the Triton code."""
 
 from __future__ import annotations
 
@@ -52,11 +50,7 @@ class Format(Enum):
 
 
 def format_from_env() -> Format:
-    """Returns the format that TORCHFT_QUANTIZATION_FORMAT names.
-
-    Raises:
-        ValueError: there is no such format.
-    """
+    """The format that TORCHFT_QUANTIZATION_FORMAT names; ValueError if there is no such format."""
     text = os.environ.get(FORMAT_ENV, Format.FP8.value)
     try:
         return Format(text)
@@ -87,9 +81,7 @@ class TensorPart:
 @dataclass(frozen=True)
 class SliceLayout:
     """A buffer of one slice for each rank: the codes of all tensors, then the scales of all blocks.
-
-    Attributes:
-        padding: the bytes of a slice that belong to no code and no scale, as ranges.
+    `padding`: the bytes of a slice that belong to no code and no scale, as ranges.
     """
 
     parts: tuple[TensorPart, ...]
@@ -103,9 +95,7 @@ class SliceLayout:
 
 
 def make_layout(numels: Sequence[int], slices: int) -> SliceLayout:
-    """Computes the places of tensors with these numbers of elements, each cut into as many chunks as
-    there are slices.
-    """
+    """The places of tensors with these numbers of elements, each in as many chunks as there are slices."""
     chunks = [math.ceil(numel / slices) for numel in numels]
     codes = _round_up(sum(chunks), SCALE_BYTES)
     parts, code, scale = [], 0, codes // SCALE_BYTES
@@ -125,11 +115,7 @@ def _round_up(n: int, to: int) -> int:
 
 
 def check_tensors(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuses tensors that cannot be quantized.
-
-    Raises:
-        ValueError: the tensor cannot be quantized; the message names it.
-    """
+    """Refuses tensors that cannot be quantized, by a ValueError that names the first of them."""
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}[{i}]={tensor!r}: allowed are tensors")

@@ -40,9 +40,7 @@ def reduce(
     rank: Optional[int],
     outputs: Optional[Sequence[torch.Tensor]],
 ) -> None:
-    """Sums the values of all slices, divides, and writes the result into flat tensors, or as codes
-    into slice `rank`.
-    """
+    """Sums the values of all slices, divides, and writes flat tensors, or codes into slice `rank`."""
     for i, part in enumerate(layout.parts):
         total = _load(_slice(buffer, layout, 0), part, fmt)
         for other in range(1, layout.slices):

@@ -42,18 +42,6 @@ _EXPORTS = {
     "allreduce_hook": "api.allreduce_hook",
 }
 
-__all__ = [
-    "Consensus",
-    "ConsensusStatus",
-    "FTAllReduceStatus",
-    "FTLib",
-    "Framework",
-    "Identity",
-    "Member",
-    "RankAssignScheme",
-    "RebuildFailed",
-    "View",
-    "allreduce_hook",
-]
+__all__ = list(_EXPORTS)
 
 __getattr__ = resolver(__name__, _EXPORTS)

@@ -1,10 +1,9 @@
-"""FTLib: averages over members that may join and fail. A consensus lists them; a communication library
-connects them.
-"""
+"""FTLib: averages over members that may join and fail, listed by a consensus, connected by a library."""
 
 # No postponed annotations here: PyTorch compares annotations of communication hooks with types.
 
 import contextlib
+import importlib
 import io
 import logging
 import threading
@@ -126,16 +125,10 @@ class FTLib:
 
     def skip_allreduce(self) -> bool:
         """Whether this member is alone, so that there is nothing to average."""
-        if not self.initialized():
-            return False
-        if self._consensus.active:
-            return self.confirm() is ConsensusStatus.SKIP_ALLREDUCE
-        return self._view is not None and len(self._view.members) == 1
+        return self.initialized() and self.confirm() is ConsensusStatus.SKIP_ALLREDUCE
 
     def confirm(self) -> ConsensusStatus:
-        """Whether the last list of members still holds. An active consensus is asked once between two
-        collectives.
-        """
+        """Whether the last list of members holds. An active consensus is asked once a collective."""
         if not self._consensus.active:
             if not self._flag.initialized or self._view is None:
                 return ConsensusStatus.FAIL
@@ -161,9 +154,7 @@ class FTLib:
         return view
 
     def new_member_join(self) -> None:
-        """Lets the communicator be rebuilt after the collective in progress: a process wants to become a
-        member.
-        """
+        """Lets the communicator be rebuilt after this collective: a process wants to become a member."""
         self._advance(FlagEvent.JOINED)
 
     def member_failed(self, view: int, reason: str) -> None:
@@ -347,9 +338,7 @@ class _Overlapped:
             self._open.enter_context(ftlib._in_collective())
 
     def over(self, bucket: dist.GradBucket) -> bool:
-        """Whether the bucket belongs to a later pass, because this one was ended or its backward pass raised
-        an error.
-        """
+        """Whether the bucket is of a later pass: this one was ended, or its backward pass raised an error."""
         return self._ended or (not self._whole and bucket.index() == 0)
 
     def add(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -368,9 +357,7 @@ class _Overlapped:
         return done
 
     def end(self) -> FTAllReduceStatus:
-        """Waits for the averages. If the pass is incomplete they are invalid, because peers wait for its last
-        bucket.
-        """
+        """Waits for the averages. Those of an incomplete pass are invalid: peers wait for its last bucket."""
         if self._status is None:
             self._status = self._wait()
         self._ended = True
@@ -401,19 +388,8 @@ def _gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _make_consensus(name: str, settings: dict[str, Any]) -> Consensus:
-    if name == "lighthouse":
-        from torchft.ftlib.lighthouse import Lighthouse
-
-        return Lighthouse(**settings)
-    if name == "shared_storage":
-        from torchft.ftlib.shared_storage import SharedStorage
-
-        return SharedStorage(**settings)
-    if name == "gossip":
-        from torchft.ftlib.gossip import Gossip
-
-        return Gossip(**settings)
-    raise ValueError(
-        f"consensus={name!r} is not allowed; allowed: 'gossip', 'lighthouse', 'shared_storage', or a "
-        "Consensus"
-    )
+    kinds = {"gossip": "Gossip", "lighthouse": "Lighthouse", "shared_storage": "SharedStorage"}
+    if name not in kinds:
+        allowed = ", ".join(map(repr, kinds))
+        raise ValueError(f"consensus={name!r} is not allowed; allowed: {allowed}, or a Consensus")
+    return getattr(importlib.import_module(f"torchft.ftlib.{name}"), kinds[name])(**settings)

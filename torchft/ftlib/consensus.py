@@ -34,9 +34,7 @@ class Listener(Protocol):
         """Reports a process that wants to become a member."""
 
     def member_failed(self, view: int, reason: str) -> None:
-        """Reports that a member of the view with this number has failed or left. It may be this member
-        itself.
-        """
+        """Reports that a member of the view with this number, perhaps this one, has failed or left."""
 
 
 class Consensus(ABC):
@@ -61,9 +59,7 @@ class Consensus(ABC):
         """
 
     def confirm(self) -> ConsensusStatus:
-        """Whether the last list of members still holds; for active consensuses. If it does not, FTLib calls
-        ``get_member_list`` next.
-        """
+        """Whether the last list holds, for active consensuses. If not, ``get_member_list`` is called next."""
         raise NotImplementedError(f"{type(self).__name__}.confirm: a passive consensus is not asked")
 
     @abstractmethod

@@ -1,6 +1,4 @@
-"""The interface of a communication library for FTLib, and its implementation with torchft's process
-groups.
-"""
+"""The interface of a communication library for FTLib, and that of torchft's process groups."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ from torchft.process_group.native import abort_group, errors_of
 
 
 class Framework(ABC):
-    """A communicator that can be rebuilt for other members. Collectives work in place, block, and raise
-    errors.
-    """
+    """A communicator that can be rebuilt. Collectives work in place, block, and raise errors."""
 
     @property
     def device(self) -> torch.device:
@@ -59,14 +55,10 @@ class Framework(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Ends collectives in flight and disconnects, so that peers fail too. May be called from any
-        thread.
-        """
+        """Ends collectives in flight and disconnects, so that peers fail too. Any thread may call it."""
 
     def start_average(self, tensor: torch.Tensor) -> Optional[Work]:
-        """Begins the average of a tensor, which may overlap with a backward pass. Returns None if the average
-        is complete already.
-        """
+        """Begins an average that may overlap with a backward pass. Returns None if it is complete already."""
         self.allreduce_average([tensor])
         return None
 
@@ -88,8 +80,7 @@ class ProcessGroupFramework(Framework):
         if not supports_reconfigure(pg):
             raise ValueError(
                 f"framework={pg!r} is not allowed; allowed: a Framework, a process group of torchft, or a "
-                "native one "
-                "of PyTorch >= 2.14 made with init_process_group(..., enable_reconfigure=True)"
+                "native one of PyTorch >= 2.14 made with init_process_group(..., enable_reconfigure=True)"
             )
         self._pg: Any = pg
         self._error = errors_of(pg)
@@ -103,7 +94,8 @@ class ProcessGroupFramework(Framework):
         return accelerator if needed and accelerator is not None else torch.device("cpu")
 
     def rebuild(self, rank: int, size: int, address: str) -> bool:
-        if not isinstance(self._pg, ProcessGroup) or _reconfigures_itself(self._pg):
+        itself = isinstance(self._pg, ProcessGroupWrapper) and self._pg._reconfigures_itself()
+        if itself or not isinstance(self._pg, ProcessGroup):
             reconfigure_with_store(self._pg, address, rank, size, self._timeout)
         else:  # an abort, after a member has failed, ends this call at once
             self._pg.configure(address, f"ftlib_{rank}", rank, size)
@@ -146,8 +138,3 @@ class ProcessGroupFramework(Framework):
         error = self._error()
         if error is not None:
             raise error
-
-
-def _reconfigures_itself(pg: ProcessGroup) -> bool:
-    """Whether the innermost group has its own ``reconfigure``, so that ``configure`` is not needed."""
-    return isinstance(pg, ProcessGroupWrapper) and pg._reconfigures_itself()

@@ -123,9 +123,7 @@ class _Node(_GoServer):
         self._serve("pyapi_GossipStart", text, _micros("connect_timeout", connect_timeout), security())
 
     def view(self, name: str, timeout: timedelta) -> tuple[Identity, View]:
-        """Returns a view and this member's incarnation in it. The incarnation is the time, or more if a
-        higher one was known.
-        """
+        """Returns a view and this member's incarnation in it: the time, or more if that was taken."""
         answer = json.loads(
             self._go.run(self._go.pyapi_GossipViewStart, self._handle, _micros("timeout", timeout))
         )
@@ -133,9 +131,7 @@ class _Node(_GoServer):
         return Identity(name, answer["incarnation"]), View(answer["number"], tuple(members))
 
     def news(self, timeout: timedelta) -> tuple[int, str, list[str]]:
-        """Waits for a report: number of the view, the reason if it has ended (else empty), and the joining
-        processes.
-        """
+        """Waits for a report: the view's number, why it has ended (else empty), and joining processes."""
         answer = json.loads(
             self._go.run(self._go.pyapi_GossipNewsStart, self._handle, _micros("timeout", timeout))
         )

@@ -133,11 +133,7 @@ class Lighthouse(Consensus):
 
 
 def _view(result: QuorumResult) -> View:
-    """Converts a quorum to a view.
-
-    Raises:
-        RuntimeError: a group of the quorum is no member of FTLib.
-    """
+    """Converts a quorum to a view; RuntimeError if one of its groups is no member of FTLib."""
     if len(result.reconfigure_handles) != len(result.replica_ids):
         others = result.replicas_without_handles or result.replica_ids
         raise RuntimeError(f"quorum {result.quorum_id}: {others} do not use FTLib: give it a TORCHFT_JOB_ID")

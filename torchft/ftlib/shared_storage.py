@@ -127,15 +127,10 @@ class SharedStorage(Consensus):
                 raise RuntimeError("the consensus is closed")
             if time.monotonic() > deadline:
                 names = [i.name for i in action.members] if isinstance(action, Wait) else []
-                why = (
-                    f"waits for {', '.join(names)}"
-                    if names
-                    else f"{len(alive)} of {self._min_members} members"
-                )
-                seconds = f"{self._timeout.total_seconds():g} s"
-                raise TimeoutError(
-                    f"list of members in {self._files.directory}: timed out after {seconds}: {why}"
-                )
+                few = f"{len(alive)} of {self._min_members} members"
+                why = f"waits for {', '.join(names)}" if names else few
+                after = f"timed out after {self._timeout.total_seconds():g} s"
+                raise TimeoutError(f"list of members in {self._files.directory}: {after}: {why}")
 
     def clean_ip(self) -> None:
         """Removes this member's record, so that the others need not wait until it expires."""
@@ -178,9 +173,7 @@ class SharedStorage(Consensus):
 
             try:
                 threading.Thread(target=run, name="torchft_ftlib_directory", daemon=True).start()
-            except (
-                BaseException
-            ):  # no thread could be started, for example: later calls must not wait for this one
+            except BaseException:  # no thread could be started: later calls must not wait for this one
                 self._idle.release()
                 raise
             wait([result], max(0.0, deadline - time.monotonic()))
@@ -261,20 +254,13 @@ class SharedStorage(Consensus):
 
 
 class Files:
-    """The files of a job: ``member.NAME.INCARNATION``, written by rename, and ``view.NUMBER``, each created
-    once.
-    """
+    """A job's files: ``member.NAME.INCARNATION``, written by rename, and ``view.NUMBER``, created once."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def check(self, name: str) -> int:
-        """Checks that files can be created here. Returns the latest incarnation of ``name`` with a record
-        here, or 0.
-
-        Raises:
-            ValueError: files cannot be made here.
-        """
+        """Checks that files can be made here, else ValueError. ``name``'s latest incarnation, or 0."""
         probe = self.directory / f"probe.{uuid.uuid4().hex}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -283,8 +269,7 @@ class Files:
         except OSError as e:
             raise ValueError(
                 f"directory={str(self.directory)!r} is not allowed: {e.strerror or e}; allowed: a directory "
-                "with free "
-                "space, in which this process may make files and hard links"
+                "with free space, in which this process may make files and hard links"
             ) from e
         finally:
             for path in (probe, Path(f"{probe}.link")):
@@ -308,11 +293,7 @@ class Files:
         return found
 
     def latest(self) -> Optional[View]:
-        """Returns the view with the largest number.
-
-        Raises:
-            ValueError: its file was not written by torchft.
-        """
+        """Returns the view with the largest number; ValueError if its file was not written by torchft."""
         paths = sorted(self.directory.glob("view.*"))
         if not paths:
             return None

@@ -78,10 +78,8 @@ def decide(
     """Decides the next action of a member that waits for a view.
 
     Args:
-        me: this member; it is in ``alive``.
-        alive: records of live members, one incarnation of each name.
+        alive: records of live members, one incarnation of each name, ``me`` among them.
         latest: the view with the largest number.
-        min_members: smallest number of members of a view.
     """
     number = latest.number if latest else 0
     mine = alive[me]
@@ -115,12 +113,8 @@ class News(NamedTuple):
 
 
 def news(me: Identity, alive: Mapping[Identity, Record], view: View, latest: int) -> News:
-    """
-    Args:
-        me: this member, which is in the view.
-        alive: as in ``decide``; this member may be absent, if its own record expired.
-        view: the view that this member adopted.
-        latest: number of the latest view.
+    """What a member of ``view`` sees. ``alive`` is as in ``decide``, perhaps without ``me``, if its own
+    record expired; ``latest`` is the number of the latest view.
     """
     ended = ""
     if latest > view.number:

@@ -1,6 +1,4 @@
-"""The members of a view, their ranks, and the member whose state the others take over. Pure, and free of
-torch.
-"""
+"""The members of a view, their ranks, and whose state the others take over. Pure, without torch."""
 
 from __future__ import annotations
 
@@ -25,11 +23,7 @@ class Identity(NamedTuple):
 
 
 def checked_name(name: Optional[str]) -> str:
-    """Returns a member's name, or a random one if there is none.
-
-    Raises:
-        ValueError: the name cannot be part of a file name, or be the name of a node.
-    """
+    """A member's name, or a random one if None; ValueError if it cannot be part of a file or node name."""
     if name and not name.replace("-", "").replace("_", "").isalnum():
         raise ValueError(f"name={name!r} is not allowed; allowed: letters, digits, '-' and '_'")
     return name or uuid.uuid4().hex
@@ -70,9 +64,7 @@ class View:
 
     @property
     def address(self) -> str:
-        """The address where the members meet: "host:port/prefix" in the store of rank 0, different for each
-        view.
-        """
+        """Where the members meet: "host:port/prefix" in the store of rank 0, different for each view."""
         first = min(newest(self.identities))
         host = next(member.address for member in self.members if member.identity == first)
         return f"{host}/ftlib/{self.number}-{self.digest}"

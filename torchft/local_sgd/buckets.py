@@ -55,12 +55,7 @@ def bucket_bytes(use_bucketization: bool, bucket_cap_mb: Optional[int]) -> Optio
 
 
 def allocate(like: Sequence[torch.Tensor], cap: Optional[int]) -> Buffers:
-    """Allocates memory for tensors of these shapes, types and devices; its content is undefined.
-
-    Args:
-        like: the tensors; nothing is read from them.
-        cap: largest size of a piece in bytes; None: no buckets.
-    """
+    """Allocates undefined memory like these tensors. `cap`: largest piece in bytes; None: no buckets."""
     if cap is None:
         own = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like]
         return Buffers(own, own)

@@ -220,8 +220,7 @@ def _check_schedule(fragments: int, sync_every: int, delay: int, alpha: float) -
     if sync_every < fragments:
         raise ValueError(
             f"sync_every={sync_every} with {fragments} model_fragments: allowed are {fragments} and more, "
-            "as one "
-            "fragment is synchronised at a time"
+            "as one fragment is synchronised at a time"
         )
     if sync_every % fragments:
         raise ValueError(
@@ -231,8 +230,7 @@ def _check_schedule(fragments: int, sync_every: int, delay: int, alpha: float) -
     if not 0 <= delay < period:
         raise ValueError(
             f"fragment_sync_delay={delay}: allowed are 0 to {period - 1}, less than sync_every / "
-            "len(model_fragments), "
-            "as a fragment must have arrived before the next is sent"
+            "len(model_fragments), as a fragment must have arrived before the next is sent"
         )
     if not isinstance(alpha, Real) or not 0 <= alpha <= 1:
         raise ValueError(f"fragment_update_alpha={alpha!r}: allowed are 0 to 1")
@@ -250,8 +248,7 @@ def _optimizer_of_each(
     if len(given) != fragments:
         raise ValueError(
             f"outer_optimizer has {len(given)} optimizers for {fragments} model_fragments: allowed are one "
-            "for each, "
-            "or a single one for all (not in a list)"
+            "for each, or a single one for all (not in a list)"
         )
     return given
 
@@ -264,8 +261,7 @@ def _check_parameters(fragments: list[Fragment], optimizers: list[optim.Optimize
             if other := owner.get(id(parameter)):
                 raise ValueError(
                     f"{fragment.name}: parameter {name!r} belongs to {other} too; put modules that share "
-                    "parameters "
-                    "into one fragment"
+                    "parameters into one fragment"
                 )
             owner[id(parameter)] = fragment.name
             if parameter.requires_grad and id(parameter) not in stepped:

@@ -33,21 +33,9 @@ if TYPE_CHECKING:
 
 
 class Fragment:
-    """A part of the model that is synchronised at once.
+    """A part of the model that is synchronised at once. For the arguments see :class:`DiLoCo`.
 
-    Args:
-        name: used in errors.
-        module: contains the parameters.
-        outer_optimizer: steps these parameters, and no other parameters that it has.
-        manager: the Manager of this rank.
-        backup_device: device of the copy of the last global parameters.
-        pin_memory: whether a backup of device memory is in pinned memory.
-        bucket_bytes: see :func:`torchft.local_sgd.buckets.bucket_bytes`.
-        should_quantize: whether the sent values are quantized.
-        free_gradients: whether the start of a synchronisation frees the gradients, which are not needed any
-            more.
-        alpha: a group continues with the mean of its own parameters, which have this weight, and the global
-            ones.
+    `free_gradients`: whether the start of a synchronisation frees the gradients, which are then not needed.
 
     Attributes:
         refused: the reason if a peer's state could not be loaded because it is of another model; else None.
@@ -98,9 +86,7 @@ class Fragment:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Begins to average the pseudogradients: the changes of this group's parameters since the last
-        synchronisation.
-        """
+        """Begins to average the pseudogradients: this group's changes since the last synchronisation."""
         if self._free_gradients:
             self._drop_gradients()
         locals_ = [local_part(p) for p in self.parameters.values()]
@@ -122,9 +108,7 @@ class Fragment:
         self._works = []
 
     def nonfinite(self) -> Optional[str]:
-        """Returns a warning if the average contains NaN or Inf, else None. Call it between :meth:`wait` and
-        :meth:`commit`.
-        """
+        """A warning if the average has NaN or Inf. To be called between :meth:`wait` and :meth:`commit`."""
         assert self._buffers is not None
         if all_finite(self._buffers.pieces):
             return None

@@ -22,11 +22,7 @@ _logger = logging.getLogger("torchft.local_sgd")
 
 
 def whole(name: str, value: Any) -> int:
-    """Converts an argument of any numeric type to an int.
-
-    Raises:
-        ValueError: it is not a whole number.
-    """
+    """Converts an argument of any numeric type to an int; ValueError unless it is a whole number."""
     if isinstance(value, Real) and math.isfinite(value) and value % 1 == 0:
         return round(float(value))
     raise ValueError(f"{name}={value!r}: allowed are whole numbers")

@@ -36,10 +36,6 @@ def synchronised(module: nn.Module, what: str) -> dict[str, nn.Parameter]:
     Buffers (the statistics of a batch norm) stay each group's own. Frozen parameters of other types, such as
     quantized weights, never change and so need no averaging.
 
-    Args:
-        module: the model or fragment.
-        what: name of the module in errors.
-
     Raises:
         ValueError: there are none, or a trained parameter cannot be averaged.
     """

@@ -38,32 +38,14 @@ _ANSWER_SEC = 300.0
 _TRIES = 8  # it is made anew for each module that it must leave out
 # Options of Python with a value, and those after which it runs no script, or not only a script.
 _WITH_VALUE = ("-X", "-W", "--check-hash-based-pycs")
-_OTHER = (
-    "-c",
-    "-h",
-    "-?",
-    "-V",
-    "-i",
-    "-x",
-    "--help",
-    "--version",
-)
+_OTHER = ("-c", "-h", "-?", "-V", "-i", "-x", "--help", "--version")
 # The process for which a stand-in stands is at this descriptor, where `process_tree` finds it.
 STANDS_FOR = 100
 COMM = "torchft-exec"
 _SIZE = 8  # bytes of the length of a message
 _MOST_DESCRIPTORS = 200  # of one message; the kernel allows 253
-_NOT_FORWARDED = {
-    signal.SIGKILL,
-    signal.SIGSTOP,
-    signal.SIGCHLD,
-    signal.SIGPIPE,
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGFPE,
-    signal.SIGILL,
-    signal.SIGXFSZ,
-}
+_OF_KERNEL = ("KILL", "STOP", "CHLD", "PIPE", "SEGV", "BUS", "FPE", "ILL", "XFSZ")
+_NOT_FORWARDED = {signal.Signals[f"SIG{name}"] for name in _OF_KERNEL}
 
 
 class Refused(Exception):
@@ -92,11 +74,7 @@ class Forked:
         return self._ended(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the exit status.
-
-        Raises:
-            TimeoutError: it still runs.
-        """
+        """Waits for the exit status; TimeoutError if it still runs."""
         status = self._ended(timeout)
         if status is None:
             raise TimeoutError(f"process {self.pid} still runs: timed out after {timeout} s")
@@ -145,11 +123,7 @@ def send(connection: socket.socket, message: dict[str, Any], descriptors: Sequen
 
 
 def receive(connection: socket.socket, descriptors: list[int] | None = None) -> dict[str, Any]:
-    """Receives a message, and appends the descriptors that came with it.
-
-    Raises:
-        EOFError: the peer has closed the connection.
-    """
+    """Receives a message, and appends its descriptors. EOFError: the peer has closed the connection."""
     head, given, _, _ = socket.recv_fds(connection, _SIZE, _MOST_DESCRIPTORS)
     if descriptors is not None:
         descriptors += given
@@ -222,6 +196,7 @@ def fork(name: str, message: dict[str, Any], given: dict[int, int], parent: int 
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         watched, alive = os.pipe()
         descriptors: list[int] = []
+        forked: Forked | None = None
         try:
             connection.connect(f"\0{name}")
             _check_peer(connection)
@@ -232,29 +207,22 @@ def fork(name: str, message: dict[str, Any], given: dict[int, int], parent: int 
             if "pid" in answer:
                 for note in answer["notes"]:
                     print(f"torchft exec: {note}", file=sys.stderr, flush=True)
-                return Forked(connection, alive, answer["pid"], descriptors[0])
+                forked = Forked(connection, alive, answer["pid"], descriptors[0])
+                return forked
             if "refused" in answer:
                 raise Refused(answer["refused"], answer["said"])
         except (EOFError, ConnectionResetError, BrokenPipeError):
             pass  # it is made anew, or has ended: then the next connection fails
         except ConnectionRefusedError:
-            _close(connection, alive)
             raise
         except (OSError, ValueError) as e:
-            _close(connection, alive)
             raise Refused(f"the ready process cannot be asked: {e}") from None
-        except Refused:
-            _close(connection, alive)
-            raise
         finally:
             os.close(watched)
-        _close(connection, alive)
+            if forked is None:
+                connection.close()
+                os.close(alive)
     raise Refused("the ready process ends before it answers")
-
-
-def _close(connection: socket.socket, alive: int) -> None:
-    connection.close()
-    os.close(alive)
 
 
 def _check_peer(connection: socket.socket) -> None:
@@ -282,20 +250,12 @@ def settings(listener: int, owner: int, module: str | None, program: str, first:
 
 def command(options: Sequence[str]) -> list[str]:
     """The command line of a ready process."""
-    return [
-        sys.executable,
-        *options,
-        "-u",
-        os.path.join(os.path.dirname(os.path.abspath(__file__)), "ready.py"),
-    ]
+    ready = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ready.py")
+    return [sys.executable, *options, "-u", ready]
 
 
 def listen(name: str) -> socket.socket:
-    """Takes the name of the socket. It vanishes with its process, and is no file.
-
-    Raises:
-        OSError: another process has taken it.
-    """
+    """Takes the name of the socket, which is no file, and vanishes with its process. OSError: it is taken."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(f"\0{name}")
@@ -308,10 +268,7 @@ def listen(name: str) -> socket.socket:
 
 def name_of(owner: int) -> str:
     """The name of the socket of the ready process of this owner, of which there is only one, also if hosts
-    share their network.
-
-    Raises:
-        OSError: the owner has ended.
+    share their network. OSError: the owner has ended.
     """
     with open(f"/proc/{owner}/stat") as stat:
         started = stat.read().rpartition(")")[2].split()[19]
@@ -355,9 +312,7 @@ def _become_ready(
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], str | None, str, list[str], str | None]:
-    """Splits the command line: options of Python, module, program, its arguments, and why it is not
-    forked.
-    """
+    """Splits the command line: options of Python, module, program, arguments, and why it is not forked."""
     options: list[str] = []
     rest = list(arguments)
     while rest and rest[0].startswith("-") and rest[0] != "-":
@@ -426,11 +381,7 @@ def _end_with(parent: int) -> None:
 
 
 def stand_in(parent: int, options: list[str], module: str | None, program: str, args: list[str]) -> NoReturn:
-    """Forks the program, and ends as it does.
-
-    Raises:
-        Refused: it cannot be forked.
-    """
+    """Forks the program, and ends as it does; Refused if it cannot be forked."""
     try:
         owner = os.pidfd_open(parent)
         name = os.environ.get(NAME_ENV) or name_of(parent)

@@ -70,11 +70,7 @@ _unit = [""]  # the module that is imported
 
 
 class Ready:
-    """The ready process.
-
-    Args:
-        given: `torchft.launch.exec.settings`, and what `_remake` keeps.
-    """
+    """The ready process; `given`: `torchft.launch.exec.settings`, and what `_remake` keeps."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         from torchft.launch import exec as protocol
@@ -83,9 +79,8 @@ class Ready:
         self._given = given
         self._listener = socket.socket(fileno=given["listener"])
         self._owner: int = given["owner"]
-        self._names: dict[str, str | None] = given.setdefault(
-            "found", {}
-        )  # modules that a start has imported
+        # Modules that a start has imported.
+        self._names: dict[str, str | None] = given.setdefault("found", {})
         self._left_out: dict[str, str] = given.setdefault("left_out", {})
         self._said: list[str] = given.setdefault("said", [])
         self._notes: list[str] = given.setdefault("notes", [])  # to be said
@@ -186,9 +181,7 @@ class Ready:
         os.execve(sys.executable, [sys.executable, *options(), "-u", __file__], self._environment)
 
     def serve(self) -> tuple[dict[str, Any], list[int], socket.socket]:
-        """Forks a start for each request. Returns in the children only: the request, its descriptors, and the
-        connection to who asked.
-        """
+        """Forks a start for each request. Returns in children only: request, descriptors, connection."""
         new = False
         while True:
             poll = select.poll()
@@ -292,11 +285,8 @@ class Ready:
     def _difference(self, request: dict[str, Any]) -> str:
         """Why a fork would differ from a program that starts; empty if it would not."""
         own = self._protocol.request(options(), None, "", [])
-        for key, what in (
-            ("executable", "Python"),
-            ("options", "Python's options"),
-            ("cgroup", "its control group"),
-        ):
+        kinds = {"executable": "Python", "options": "Python's options", "cgroup": "its control group"}
+        for key, what in kinds.items():
             if own[key] != request[key]:
                 return f"{what} is not that of the ready process"
         if request["nice"] < own["nice"]:
@@ -373,9 +363,7 @@ def _installed(name: str, origin: str | None) -> bool:
 
 
 def first_imports(source: bytes) -> dict[str, set[str]]:
-    """The modules that a script imports before it does anything else, and the attributes of them that it
-    uses.
-    """
+    """The modules that a script imports before it does anything else, and which attributes it uses."""
     script = ast.parse(source)
     found: dict[str, set[str]] = {}
     known: dict[str, str] = {}  # modules, by the name that the script has for them

@@ -63,8 +63,7 @@ type meters struct {
 	lastAt   time.Time // when the job came to that step; zero: not known
 }
 
-// mostSteps bounds the steps that are observed at once: after an absence of the lighthouse there may be
-// millions.
+// mostSteps bounds the steps observed at once: after an absence of the lighthouse there may be millions.
 const mostSteps = 1000
 
 func newMeters(job string) *meters {
@@ -174,49 +173,16 @@ func (m *meters) event(e Event) {
 	}
 }
 
-// The label is not named job: Prometheus uses that name for the scraped target.
-var (
-	membersDesc = prometheus.NewDesc("torchft_members", "Members by state.",
-		[]string{"training_job", "state"}, nil)
-	phasesDesc = prometheus.NewDesc("torchft_members_in_phase", "Live members by the phase that they report.",
-		[]string{"training_job", "phase"}, nil)
-	stragglersDesc = prometheus.NewDesc("torchft_stragglers",
-		"Members whose own work in a step takes longer than that of the others.",
-		[]string{"training_job"}, nil)
-	ejectDesc = prometheus.NewDesc("torchft_eject_after_seconds",
-		"How long a member may be in a phase while others wait for it, before it is evicted.",
-		[]string{"training_job", "phase"}, nil)
-	quorumDesc = prometheus.NewDesc("torchft_quorum_id", "Id of the latest quorum.",
-		[]string{"training_job"}, nil)
-	inDesc = prometheus.NewDesc("torchft_quorum_members", "Members of the latest quorum.",
-		[]string{"training_job"}, nil)
-	stepDesc = prometheus.NewDesc("torchft_step", "Largest step of the latest quorum.",
-		[]string{"training_job"}, nil)
-	viewersDesc = prometheus.NewDesc("torchft_dashboard_viewers", "Browsers that look at the page.",
-		[]string{"training_job"}, nil)
-	unkeptDesc = prometheus.NewDesc("torchft_state_unkept_seconds",
-		"For how long the latest state of the job is not on disk, since that fails or hangs; 0: it is, or "+
-			"none is kept.", []string{"training_job"}, nil)
-	keepersDesc = prometheus.NewDesc("torchft_keepers",
-		"Hosts whose keeper has told what it holds of the job, within the last ten seconds.",
-		[]string{"training_job"}, nil)
-	snapshotStepDesc = prometheus.NewDesc("torchft_snapshot_step",
-		"Newest step of which the keepers hold all ranks; none if there is no such step.",
-		[]string{"training_job"}, nil)
-	snapshotBytesDesc = prometheus.NewDesc("torchft_snapshot_bytes",
-		"Bytes of the snapshots in the memory of all hosts.", []string{"training_job"}, nil)
-	snapshotIncompleteDesc = prometheus.NewDesc("torchft_snapshot_incomplete_slots",
-		"Slots that hold nothing to restore: they are being written, or torn.",
-		[]string{"training_job"}, nil)
-	checkpointStepDesc = prometheus.NewDesc("torchft_checkpoint_step",
-		"Newest complete checkpoint on disk that the writer of a host knows; none if there is none.",
-		[]string{"training_job"}, nil)
-	checkpointProblemDesc = prometheus.NewDesc("torchft_checkpoint_problem_seconds",
-		"For how long the writer of a host has not got on, as on a full disk; 0: all do.",
-		[]string{"training_job"}, nil)
-	signOfLifeDesc = prometheus.NewDesc("torchft_oldest_sign_of_life_seconds",
-		"Age of the oldest sign of life of a member that counts as alive.", []string{"training_job"}, nil)
-)
+// gauge sends a gauge of a job, perhaps with a further label. The first label is not named job: Prometheus
+// uses that name for the scraped target.
+func (f *Feed) gauge(out chan<- prometheus.Metric, name, help string, value float64, label ...string) {
+	names, values := []string{"training_job"}, []string{f.job}
+	if len(label) > 0 {
+		names, values = append(names, label[0]), append(values, label[1])
+	}
+	out <- prometheus.MustNewConstMetric(prometheus.NewDesc(name, help, names, nil), prometheus.GaugeValue,
+		value, values...)
+}
 
 // collect computes the gauges of a job at each scrape, and sends them with its counters.
 func (f *Feed) collect(out chan<- prometheus.Metric) {
@@ -241,40 +207,47 @@ func (f *Feed) collect(out chan<- prometheus.Metric) {
 			oldest = max(oldest, m.HeartbeatAgeMS)
 		}
 	}
-	gauge := func(desc *prometheus.Desc, value float64, labels ...string) {
-		out <- prometheus.MustNewConstMetric(desc, prometheus.GaugeValue, value,
-			append([]string{f.job}, labels...)...)
-	}
+	gauge := func(name, help string, value float64) { f.gauge(out, name, help, value) }
 	for state, n := range states {
-		gauge(membersDesc, float64(n), string(state))
+		f.gauge(out, "torchft_members", "Members by state.", float64(n), "state", string(state))
 	}
 	for phase, n := range phases {
-		gauge(phasesDesc, float64(n), phase)
+		f.gauge(out, "torchft_members_in_phase", "Live members by the phase that they report.", float64(n),
+			"phase", phase)
 	}
 	for phase, ms := range status.EjectAfterMS {
-		gauge(ejectDesc, float64(ms)/1000, phase)
+		f.gauge(out, "torchft_eject_after_seconds", "How long a member may be in a phase while others wait "+
+			"for it, before it is evicted.", float64(ms)/1000, "phase", phase)
 	}
-	gauge(quorumDesc, float64(status.QuorumID))
-	gauge(inDesc, float64(len(status.Quorum)))
-	gauge(stepDesc, float64(status.MaxStep))
-	gauge(stragglersDesc, float64(slow))
-	gauge(unkeptDesc, float64(status.UnkeptMS)/1000)
-	gauge(signOfLifeDesc, float64(oldest)/1000)
+	gauge("torchft_quorum_id", "Id of the latest quorum.", float64(status.QuorumID))
+	gauge("torchft_quorum_members", "Members of the latest quorum.", float64(len(status.Quorum)))
+	gauge("torchft_step", "Largest step of the latest quorum.", float64(status.MaxStep))
+	gauge("torchft_stragglers", "Members whose own work in a step takes longer than that of the others.",
+		float64(slow))
+	gauge("torchft_state_unkept_seconds", "For how long the latest state of the job is not on disk, since "+
+		"that fails or hangs; 0: it is, or none is kept.", float64(status.UnkeptMS)/1000)
+	gauge("torchft_oldest_sign_of_life_seconds",
+		"Age of the oldest sign of life of a member that counts as alive.", float64(oldest)/1000)
 	held := status.Snapshots
-	gauge(keepersDesc, float64(held.Hosts))
-	gauge(snapshotBytesDesc, float64(held.Bytes))
-	gauge(snapshotIncompleteDesc, float64(held.Incomplete))
+	gauge("torchft_keepers", "Hosts whose keeper has told what it holds of the job, within the last ten "+
+		"seconds.", float64(held.Hosts))
+	gauge("torchft_snapshot_bytes", "Bytes of the snapshots in the memory of all hosts.", float64(held.Bytes))
+	gauge("torchft_snapshot_incomplete_slots",
+		"Slots that hold nothing to restore: they are being written, or torn.", float64(held.Incomplete))
 	if held.Step != nil {
-		gauge(snapshotStepDesc, float64(*held.Step))
+		gauge("torchft_snapshot_step", "Newest step of which the keepers hold all ranks; none if there is "+
+			"no such step.", float64(*held.Step))
 	}
 	if held.Checkpoint != nil {
-		gauge(checkpointStepDesc, float64(*held.Checkpoint))
+		gauge("torchft_checkpoint_step", "Newest complete checkpoint on disk that the writer of a host "+
+			"knows; none if there is none.", float64(*held.Checkpoint))
 	}
-	gauge(checkpointProblemDesc, float64(held.ProblemMS)/1000)
+	gauge("torchft_checkpoint_problem_seconds", "For how long the writer of a host has not got on, as on a "+
+		"full disk; 0: all do.", float64(held.ProblemMS)/1000)
 	f.mu.Lock()
 	viewers := len(f.viewers)
 	f.mu.Unlock()
-	gauge(viewersDesc, float64(viewers))
+	gauge("torchft_dashboard_viewers", "Browsers that look at the page.", float64(viewers))
 	for _, m := range f.meters.all() {
 		m.Collect(out)
 	}

@@ -22,7 +22,6 @@ type Dialer struct {
 	conns map[string]*grpc.ClientConn // by address; nil after Close
 }
 
-// NewDialer returns a Dialer.
 func NewDialer(with rpc.Dialing) *Dialer {
 	return &Dialer{with: with, conns: map[string]*grpc.ClientConn{}}
 }
@@ -137,7 +136,6 @@ func (d *Dialer) Identify(ctx context.Context, address string) (Identity, error)
 		err
 }
 
-// Close closes all connections.
 func (d *Dialer) Close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()

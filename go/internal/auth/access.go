@@ -54,8 +54,7 @@ func CheckEnding(ctx context.Context, hasTokens bool) error {
 	return nil
 }
 
-// Forwarded reports whether a request came through a proxy, by its headers. Its sender may be on another host
-// then.
+// Forwarded reports whether a request came through a proxy, by its headers: perhaps from another host.
 func Forwarded(values func(header string) []string) bool {
 	return slices.ContainsFunc([]string{"Forwarded", "X-Forwarded-For", "X-Real-Ip", "Via"},
 		func(header string) bool {
@@ -74,18 +73,9 @@ func IsLoopback(address string) bool {
 // address, sends "evil.example".
 func IsOwnHost(header string, names ...string) bool {
 	host := strings.ToLower(strings.TrimSuffix(HostOf(header), "."))
-	if _, err := netip.ParseAddr(host); err == nil {
-		return true
-	}
-	if host == "localhost" {
-		return true
-	}
-	for _, name := range names {
-		if name != "" && host == strings.ToLower(name) {
-			return true
-		}
-	}
-	return false
+	_, err := netip.ParseAddr(host)
+	return err == nil || host == "localhost" || host != "" &&
+		slices.ContainsFunc(names, func(name string) bool { return host == strings.ToLower(name) })
 }
 
 // HostOf returns the host of host:port, or of a host alone.

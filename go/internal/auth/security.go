@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"slices"
 )
 
 // Security names the files that protect a job's connections. While the name of a file is empty, its
@@ -107,17 +108,10 @@ func (s Security) validateNames() error {
 }
 
 func (Security) files(paths ...string) []string {
-	var named []string
-	for _, path := range paths {
-		if path != "" {
-			named = append(named, path)
-		}
-	}
-	return named
+	return slices.DeleteFunc(paths, func(path string) bool { return path == "" })
 }
 
-// maxSecret bounds the size of a file in bytes: a bundle of all public authorities has a quarter of a
-// megabyte.
+// maxSecret bounds the size of a file in bytes: a bundle of all public authorities has 250 KB.
 const maxSecret = 4 << 20
 
 func (s Security) readTokens() (Tokens, error) {

@@ -14,9 +14,6 @@ import (
 // IsTimeout reports whether a call ended because its deadline had passed. Upstream servers answer an expired
 // call with CANCELLED, so that counts too.
 func IsTimeout(err error) bool {
-	if err == nil {
-		return false
-	}
 	if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled) {
 		return true
 	}

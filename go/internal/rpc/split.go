@@ -86,14 +86,7 @@ func readPreface(conn net.Conn) (start []byte, isGRPC bool, err error) {
 	return buf, true, nil
 }
 
-func (s *splitter) closed() bool {
-	select {
-	case <-s.grpc.Closed():
-		return true
-	default:
-		return false
-	}
-}
+func (s *splitter) closed() bool { return IsClosed(s.grpc.Closed()) }
 
 func (s *splitter) close() {
 	_ = s.grpc.Close() // first: see run
@@ -113,7 +106,6 @@ type Queue struct {
 	once  sync.Once
 }
 
-// NewQueue returns a listener with an address.
 func NewQueue(addr net.Addr) *Queue {
 	return &Queue{addr: addr, conns: make(chan net.Conn), done: make(chan struct{})}
 }
@@ -127,7 +119,6 @@ func (q *Queue) Put(conn net.Conn) {
 	}
 }
 
-// Accept returns the next connection.
 func (q *Queue) Accept() (net.Conn, error) {
 	select {
 	case conn := <-q.conns:
@@ -146,7 +137,6 @@ func (q *Queue) Close() error {
 // Closed returns a channel that is closed by Close.
 func (q *Queue) Closed() <-chan struct{} { return q.done }
 
-// Addr returns the address.
 func (q *Queue) Addr() net.Addr { return q.addr }
 
 // prefixConn is a connection whose first bytes have been read already: they are read from prefix again.

@@ -80,15 +80,18 @@ func (s *Stream[Q, M, A]) Receive(handle func(*M) error) {
 	}
 }
 
-// Broken reports whether the stream has broken.
-func (s *Stream[Q, M, A]) Broken() bool {
+// IsClosed reports whether a channel is closed, to which nothing is sent.
+func IsClosed(c <-chan struct{}) bool {
 	select {
-	case <-s.Ended:
+	case <-c:
 		return true
 	default:
 		return false
 	}
 }
+
+// Broken reports whether the stream has broken.
+func (s *Stream[Q, M, A]) Broken() bool { return IsClosed(s.Ended) }
 
 // Err returns why the stream has broken, nil while it is open.
 func (s *Stream[Q, M, A]) Err() error {

@@ -72,14 +72,7 @@ func (s *memberStream) begun(ctx context.Context) error {
 }
 
 // greeted reports whether the lighthouse has answered.
-func (s *memberStream) greeted() bool {
-	select {
-	case <-s.welcomed:
-		return true
-	default:
-		return false
-	}
-}
+func (s *memberStream) greeted() bool { return rpc.IsClosed(s.welcomed) }
 
 // take handles a message of the lighthouse.
 func (s *memberStream) take(message *torchftpb.LighthouseMessage) error {
@@ -204,8 +197,7 @@ type hearing struct {
 	mute  int   // intervals since the last message
 }
 
-// tick ends an interval; heard is the number of messages so far. It reports whether the lighthouse counts as
-// silent.
+// tick ends an interval; heard: number of messages so far. It reports whether the lighthouse is silent.
 func (h *hearing) tick(heard int64) (silent bool) {
 	if h.mute++; heard != h.heard {
 		h.heard, h.mute = heard, 0

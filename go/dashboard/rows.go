@@ -123,8 +123,7 @@ func headOf(old Head, s Status, now time.Time) Head {
 		MinReplicas: s.MinReplicas, Step: s.MaxStep, StepMicros: s.StepTime.Microseconds(), Reason: s.Reason,
 		Unkept: s.Unkept, Keepers: s.Snapshots.Hosts,
 	}
-	// In a healthy job, the first group that asks for the next quorum waits for the others, for less than a
-	// step.
+	// In a healthy job, the first group that asks for a quorum waits for the others for less than a step.
 	long := max(leastWait.Milliseconds(), s.MedianStepMS)
 	if s.QuorumID != 0 && !slices.ContainsFunc(s.Members, func(m Member) bool { return m.WaitingMS > long }) {
 		h.Reason = ""

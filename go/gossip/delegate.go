@@ -9,8 +9,7 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// encoded returns the JSON of a value that consists of strings and numbers only, so that encoding cannot
-// fail.
+// encoded returns the JSON of a value of strings and numbers only, so that encoding cannot fail.
 func encoded(v any) []byte {
 	text, err := json.Marshal(v)
 	if err != nil {

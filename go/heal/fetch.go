@@ -126,8 +126,7 @@ type Status struct {
 	Full     []int    `json:"full"`    // windows to be copied to a device
 }
 
-// Wait returns when the transfer is done, has failed, or no source is left; when a window is full; or when
-// ctx ends.
+// Wait returns when the transfer is done or failed, no source is left, a window is full, or ctx ends.
 func (f *Fetch) Wait(ctx context.Context) Status {
 	for {
 		f.mu.Lock()
@@ -239,8 +238,7 @@ func (f *Fetch) ended(s *source, err error) {
 	f.wake()
 }
 
-// knownSums returns the checksums that the assigned source has announced; nil if it has not announced them
-// yet.
+// knownSums returns the checksums that the assigned source has announced; nil if it has not yet.
 func (f *Fetch) knownSums() ([]uint32, *source) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -295,8 +293,7 @@ func (f *Fetch) assignedSums() ([]uint32, error) {
 	return sums, nil
 }
 
-// assignedDigest returns the digest of the assigned source's state, computed from its checksums if they are
-// known.
+// assignedDigest returns the digest of the assigned source's state, from its checksums if they are known.
 func (s *source) assignedDigest() (string, error) {
 	f := s.fetch
 	if f.settings.Unchecked {
@@ -373,8 +370,7 @@ func recovered(err *error) {
 	}
 }
 
-// reason returns why a source ended without finishing: the source's own reason, or the first error of its
-// streams.
+// reason returns why a source ended without finishing: its own reason, or the first error of its streams.
 func (s *source) reason(errs []error) error {
 	if s.fetch.queue.complete() {
 		return nil // other sources delivered what was missing

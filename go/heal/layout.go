@@ -31,8 +31,7 @@ type Span struct {
 	Length int64
 }
 
-// NewLayout lays regions of these sizes end to end. If blockSize is 0, it is chosen from the size of the
-// data.
+// NewLayout lays regions of these sizes end to end. A blockSize of 0 is chosen from the size of the data.
 func NewLayout(sizes []int64, blockSize int64) (Layout, error) {
 	l := Layout{sizes: sizes, starts: make([]int64, len(sizes))}
 	for i, size := range sizes {
@@ -92,8 +91,7 @@ const (
 	checkedSize = 1 << 20
 	// pieceSize is the size of pieces into which small spans are packed.
 	pieceSize = 256 << 10
-	// packBelow is the size below which spans are packed: a system call for each would cost more than the
-	// copy.
+	// packBelow is the size below which spans are packed: a system call for each would cost more.
 	packBelow = 16 << 10
 )
 

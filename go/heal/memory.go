@@ -14,8 +14,7 @@ type Memory struct {
 // onDevice stands for the address of a region on a device, which is copied through host memory.
 const onDevice = -1
 
-// NewMemory returns a Memory with regions given as pairs of address and length. It does not access the
-// memory.
+// NewMemory returns a Memory with regions, as pairs of address and length. It does not access them.
 func NewMemory(pairs []int64) (*Memory, error) {
 	m := &Memory{regions: make([][]byte, len(pairs)/2), away: map[int]int64{}}
 	for i := range m.regions {

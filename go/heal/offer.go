@@ -70,8 +70,7 @@ func NewOffer(memory *Memory, blockSize int64) (*Offer, error) {
 // BlockSize returns the size of the offer's blocks in bytes.
 func (o *Offer) BlockSize() int64 { return o.layout.BlockSize }
 
-// Copied announces a copy of a region. From now on its first `ready` bytes are read instead of the original
-// ones.
+// Copied announces a copy of a region, whose first `ready` bytes are read instead of the original ones.
 func (o *Offer) Copied(index, address, ready int64) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()

@@ -4,8 +4,7 @@ package heal
 type Role int
 
 const (
-	// Assigned is the source that the quorum assigns to the target. The target takes over the state of this
-	// source.
+	// Assigned is the source that the quorum assigns to the target, which takes over its state.
 	Assigned Role = iota
 	// Additional is any other source. The target takes a block from it only if the block has the checksum
 	// that the assigned source has announced.

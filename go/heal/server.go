@@ -402,8 +402,7 @@ func (c *connection) send(g *Grant, r request) error {
 			if err := c.write(c.memory); err != nil {
 				return err
 			}
-			// After the write: the kernel's copy reads memory faster, and leaves the piece in the processor's
-			// cache.
+			// After the write: the kernel's copy is faster, and leaves the piece in the processor's cache.
 			if summing {
 				for _, part := range c.memory {
 					crc = updateChecksum(crc, part)

@@ -17,8 +17,7 @@ const (
 	// slowAfter is how long a block may take while streams of other sources are idle. After that, one of
 	// these streams fetches the block.
 	slowAfter = 2 * time.Second
-	// lookEvery is the interval at which an incomplete read checks whether slowAfter or StallAfter has
-	// passed.
+	// lookEvery is the interval at which an incomplete read checks slowAfter and StallAfter.
 	lookEvery = 500 * time.Millisecond
 )
 

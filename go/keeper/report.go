@@ -37,8 +37,7 @@ type target struct {
 	key        key
 }
 
-// reporter tells one lighthouse, or a cluster, what there is, again and again. One that hangs holds up no
-// other.
+// reporter tells one lighthouse, or a cluster, what there is, again and again. None delays another.
 type reporter struct {
 	cancel context.CancelFunc
 	tasks  sync.WaitGroup

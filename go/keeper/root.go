@@ -336,8 +336,7 @@ func (k *Keeper) keyOf(s settings) key {
 	return key{s.Security, local}
 }
 
-// isComplete tells the writer of a job which step all hosts together have on disks: it then deletes older
-// ones.
+// isComplete tells a job's writer which step all hosts together have on disks: it deletes older ones.
 func (k *Keeper) isComplete(name string, step int64) {
 	k.mu.Lock()
 	i := slices.IndexFunc(k.jobs, func(j job) bool { return j.name == name })

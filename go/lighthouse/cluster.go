@@ -221,8 +221,7 @@ func (s *Server) dropJobs(reason error) {
 	}
 }
 
-// dropJob ends a job whose state did not come into the log. The next call begins it anew, from the state in
-// the log.
+// dropJob ends a job whose state did not come into the log. The next call begins it from what is there.
 func (s *Server) dropJob(j *job, err error) {
 	s.mu.Lock()
 	if s.jobs[j.name] == j {

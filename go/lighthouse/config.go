@@ -36,8 +36,7 @@ type Config struct {
 	MaxCallsPerJob int
 	// StateDir is the directory in which the last quorum of each job is kept; empty: it is not kept.
 	StateDir string
-	// StateOptional lets the lighthouse start without StateDir, with a warning, if the directory cannot be
-	// used.
+	// StateOptional lets the lighthouse start, with a warning, if StateDir cannot be used.
 	StateOptional bool
 	// Cluster has the addresses of all lighthouses of the cluster, with this one's; empty: this lighthouse is
 	// in no cluster. A lighthouse of a cluster needs StateDir.
@@ -56,8 +55,7 @@ type Config struct {
 	AllowRemoteKill bool
 	// MaxConnections is how many connections may be open at once.
 	MaxConnections int
-	// MaxJoinsPerSecond is how many requests to join, or streams of members, one address may begin in a
-	// second.
+	// MaxJoinsPerSecond is how many requests to join, or streams, one address may begin in a second.
 	MaxJoinsPerSecond int
 	// Logger is slog.Default() if nil.
 	Logger *slog.Logger

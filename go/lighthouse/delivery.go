@@ -14,8 +14,7 @@ import (
 // delivery is a quorum in its encoded forms. Each form is encoded once, when the first member needs it.
 type delivery struct {
 	quorum *quorum.Quorum
-	// the number of its list of members: greater than that of the delivery before if the members are not the
-	// same
+	// the number of its list of members, greater than the last delivery's unless the members are the same
 	list uint64
 
 	answer func() (rpc.Encoded, error) // the answer to a call
@@ -53,8 +52,7 @@ func encodeDelivery(p *torchftpb.Delivery, err error) (rpc.Encoded, error) {
 	})
 }
 
-// after returns the form for a stream; last is the number of the list of its last delivery, 0 if there is
-// none.
+// after returns the form for a stream; last is the number of its last delivery's list, 0 if there is none.
 func (d *delivery) after(last uint64) (rpc.Encoded, error) {
 	if last == d.list {
 		return d.states()

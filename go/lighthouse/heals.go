@@ -36,8 +36,7 @@ func (j *job) healing(replicaID string, p *torchftpb.HealProgress) {
 	j.heals[replicaID] = heal{max(0, p.GetReceived()), max(0, p.GetTotal())}
 }
 
-// recovered records the cost of a recovery. All survivors of a failure report it; only the first report is
-// recorded.
+// recovered records the cost of a recovery. All survivors report it; only the first report is recorded.
 func (j *job) recovered(replicaID string, r *torchftpb.Recovered) {
 	e := dashboard.Event{Time: time.Now(), Kind: dashboard.Healed, Who: replicaID, Step: r.GetStep(),
 		Bytes: max(0, r.GetBytes())}

@@ -224,8 +224,7 @@ func (j *job) knows(replicaID string) (known bool, err error) {
 	return known, err
 }
 
-// step feeds one event to the machine and carries out its actions. The caller holds mu, so step must not
-// block.
+// step feeds the machine one event, and carries out its actions. The caller holds mu: no step may block.
 func (j *job) step(event quorum.Event) error {
 	return j.safely(func() {
 		now := time.Now()
@@ -386,8 +385,7 @@ func maxStep(q *quorum.Quorum) int64 {
 	return step
 }
 
-// status returns the machine's description of its state, with the progress of heals and the trouble with the
-// disk.
+// status returns the machine's description of its state, with heals in progress and trouble with the disk.
 func (j *job) status() dashboard.Status {
 	j.mu.Lock()
 	defer j.mu.Unlock()

@@ -22,8 +22,7 @@ const forgetAfter = 10 * time.Minute
 // max_jobs and in the metrics for longer than its members count as alive.
 func (c Config) forgetNameAfter() time.Duration { return c.HeartbeatTimeout }
 
-// use returns the job that a call names, and creates it if it is new. The caller must call done when the call
-// ends.
+// use returns the job that a call names, a new one if needed. The caller calls done when the call ends.
 func (s *Server) use(ctx context.Context) (*job, error) {
 	name, err := rpc.JobOf(ctx)
 	if err != nil {

@@ -35,8 +35,7 @@ const (
 	answeredEvery = time.Second / 3
 	// greetingTimeout is how long a stream may be silent at its beginning.
 	greetingTimeout = 5 * time.Second
-	// longestText is the length in bytes to which texts of members are shortened, such as the reason of a
-	// failure.
+	// longestText is the length in bytes to which texts of members are shortened, as a failure's reason.
 	longestText = 1 << 10
 	// longestTraceback is the same for the traceback of an exception.
 	longestTraceback = 16 << 10
@@ -401,8 +400,7 @@ func endSpan(span *tracing.Span, a answer) {
 	span.End(a.err)
 }
 
-// expire answers a request at its deadline. The timer may belong to an earlier request, which has been
-// answered.
+// expire answers a request at its deadline. The timer may be of an earlier one, which has been answered.
 func (s *stream) expire() {
 	s.job.mu.Lock()
 	defer s.job.mu.Unlock()

@@ -117,8 +117,7 @@ func (k *saver) run() {
 	}
 }
 
-// next returns the answers for which the log has the state now, and the state that is to be proposed after
-// them.
+// next returns the answers whose state the log has now, and the state that is to be proposed after them.
 func (k *saver) next() (due []func(), s *state) {
 	k.mu.Lock()
 	defer k.mu.Unlock()

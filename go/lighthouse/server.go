@@ -129,8 +129,7 @@ func isJoin(method string) bool {
 // Address returns the address for managers and browsers: http://host:port, or https://.
 func (s *Server) Address() string { return s.address }
 
-// Shutdown answers all pending requests, closes the port, and returns when no goroutine of the server is
-// left.
+// Shutdown answers all pending requests, closes the port, and returns when no goroutine is left.
 func (s *Server) Shutdown() {
 	s.mu.Lock()
 	first := !s.closed

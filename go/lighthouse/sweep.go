@@ -67,8 +67,7 @@ func (s *Server) removeOld(term uint64, now time.Time) {
 	}
 }
 
-// reserve keeps a job that is not in use from beginning, until the next call. It returns false if the job is
-// in use.
+// reserve keeps an unused job from beginning, until the next call. It returns false if the job is in use.
 func (s *Server) reserve(name string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -16,8 +16,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// This file has the lighthouse's questions to members: whether they are alive, and how far they are in the
-// step.
+// This file has the lighthouse's questions to members: whether they are alive, and their progress.
 
 // checkTime is how long a suspected member may take to answer.
 const checkTime = time.Second

@@ -103,8 +103,7 @@ func (s *Server) setTrouble(away bool, since time.Time, err error, failed int) {
 	}
 }
 
-// attend sends heartbeats as long as the server runs. The begin and the end of an outage are logged once
-// each.
+// attend sends heartbeats while the server runs. Begin and end of an outage are logged once each.
 func (s *Server) attend() {
 	failed := 0
 	reached := func() {

@@ -89,8 +89,7 @@ func (s *Server) evicted() {
 	}
 }
 
-// answerProgress waits until the ranks have answered, or answerTime is over, and sends the lighthouse their
-// progress.
+// answerProgress waits for the ranks' answers, for answerTime, and sends the lighthouse their progress.
 func (s *Server) answerProgress() {
 	deadline := time.After(answerTime)
 	look := time.Tick(answerTime / 20)

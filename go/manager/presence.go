@@ -54,8 +54,7 @@ func (p *presence) end(c *connection) (disconnected []int64) {
 	return disconnected
 }
 
-// rankGrace is how long a rank may take to reconnect before this group is reported as incomplete to the
-// others.
+// rankGrace is how long a rank may take to reconnect before its group is reported as incomplete.
 const rankGrace = 200 * time.Millisecond
 
 // present records that a rank has reconnected, before its next request.

@@ -126,8 +126,7 @@ func (s *Server) Shutdown() {
 	tracing.Flush()
 }
 
-// Finish makes Shutdown announce that the training of the group is complete, after a number of committed
-// steps.
+// Finish makes Shutdown announce that the group's training is complete, after a number of committed steps.
 func (s *Server) Finish(step int64) { s.membership.Finish(step) }
 
 // leave announces that the group has completed its last step, and waits until its peers have completed that
@@ -153,8 +152,7 @@ func (s *Server) failed(event round.Event, f round.Failure) error {
 	return err
 }
 
-// step feeds the machine one event, and carries out its actions. The caller holds mu, so nothing in here may
-// block.
+// step feeds the machine one event, and carries out its actions. The caller holds mu: nothing may block.
 func (s *Server) step(event round.Event) {
 	_ = rpc.Guarded(s.log, "the manager server", func() {
 		now := time.Now()

@@ -26,8 +26,7 @@ type sessions struct {
 	service service
 }
 
-// Session serves one rank's stream until either side ends it. A server that shuts down sends the last answers
-// first.
+// Session serves a rank's stream until either side ends it. At a shutdown the last answers are sent first.
 func (s sessions) Session(
 	stream grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse],
 ) error {
@@ -242,8 +241,7 @@ func (o *openSession) answer(call *sessionCall, a answer) {
 	}
 }
 
-// notify queues a notice. It is dropped if the rank does not read: its collectives then end by their
-// timeouts.
+// notify queues a notice. It is dropped if the rank does not read, whose collectives then time out.
 func (o *openSession) notify(n *torchftpb.Notice) {
 	message := &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Notice{Notice: n}}
 	o.sender.Post(func() { _ = o.stream.Send(message) })

@@ -50,8 +50,7 @@ func tft_votes_open() C.int {
 	return C.int(ends[1])
 }
 
-// readVotes serves votes until the process ends. Only csrc/vote.c writes to the pipe, and only whole
-// messages.
+// readVotes serves votes until the process ends. csrc/vote.c alone writes to the pipe, whole messages.
 func readVotes(pipe *os.File) {
 	var messages [16]message
 	buffer := unsafe.Slice((*byte)(unsafe.Pointer(&messages)), len(messages)*messageSize)

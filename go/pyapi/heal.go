@@ -28,8 +28,7 @@ func HealPort(server int64) (port int64, err error) {
 	return with(server, func(s *heal.Server) (int64, error) { return s.Port(), nil })
 }
 
-// HealOffer offers registered memory (csrc/memory.c), in blocks whose size it chooses; the result is a
-// handle.
+// HealOffer offers registered memory (csrc/memory.c), in blocks of a size of its own. Returns a handle.
 func HealOffer(memory int64) (offer int64, err error) {
 	defer ops.Guard(&err)
 	m, err := ops.Get[*heal.Memory](memory)
@@ -71,8 +70,7 @@ func HealRevokeStart(offer, graceUs, timeoutUs int64) (op int64, err error) {
 	})
 }
 
-// HealOfferEndStart takes all memory of an offer back; the result is false if it is still in use after the
-// timeout.
+// HealOfferEndStart takes back an offer's memory; the result is false if the timeout finds it in use.
 func HealOfferEndStart(offer int64) (op int64, err error) {
 	return start(offer, 2*endTimeout, func(_ context.Context, o *heal.Offer) (any, error) {
 		ended := o.End(endTimeout)

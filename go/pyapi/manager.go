@@ -68,8 +68,7 @@ func ManagerClientStart(addr string, connectTimeoutUs int64, security string) (o
 	}), nil
 }
 
-// ManagerCheckpointMetadataStart requests the checkpoint address that a group rank announced; the result is
-// text.
+// ManagerCheckpointMetadataStart requests the checkpoint address that a group rank announced, a text.
 func ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs int64) (op int64, err error) {
 	return start(handle, micros(timeoutUs), func(ctx context.Context, c *rankclient.Client) (any, error) {
 		metadata, err := c.CheckpointMetadata(ctx, groupRank)
@@ -103,8 +102,7 @@ func ManagerLeaveStart(handle, timeoutUs int64) (op int64, err error) {
 	})
 }
 
-// connectFailed makes the error of a constructor a RuntimeError in Python, also if a peer is not reached in
-// time.
+// connectFailed makes the error of a constructor a RuntimeError in Python, even for a peer that is late.
 func connectFailed(err error) error {
 	if err == nil {
 		return nil

@@ -70,8 +70,7 @@ func (c *Client) CheckpointMetadata(ctx context.Context, groupRank int64) (strin
 	return metadata, rpc.Wrap("checkpoint_metadata", c.peer, err)
 }
 
-// ShouldCommit waits until every rank of the group has voted on the step, and returns true if all votes are
-// true.
+// ShouldCommit waits until every rank of the group has voted on the step: true if all votes are.
 func (c *Client) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {
 	d, err := c.Vote(ctx, groupRank, step, vote)
 	return d.Commit, err
@@ -83,8 +82,7 @@ func (c *Client) Vote(ctx context.Context, groupRank, step int64, vote bool) (De
 	return d, rpc.Wrap("should_commit", c.peer, err)
 }
 
-// Leave announces that the group has completed its last step, and waits until its peers no longer need its
-// data.
+// Leave announces that the group has completed its last step, and waits until no peer needs its data.
 func (c *Client) Leave(ctx context.Context) error {
 	return rpc.Wrap("leave", c.peer, c.Calls.Leave(ctx))
 }

@@ -45,8 +45,7 @@ func NewView(replicaID string, q *quorum.Quorum) (*View, error) {
 	r.CommittedQuorumID = newest(members, r.MaxStep)
 	upToDate := make([]int, 0, len(members))
 	for i, m := range members {
-		// A member that committed MaxStep in an older quorum may have other weights, so it is not up to date
-		// (newest).
+		// A member that committed MaxStep in an older quorum may have other weights: not up to date (newest).
 		if m.Step != r.MaxStep || r.CommittedQuorumID != 0 && m.CommittedQuorumID != r.CommittedQuorumID {
 			continue
 		}

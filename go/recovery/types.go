@@ -39,8 +39,7 @@ type Result struct {
 	// CommittedQuorumID is the quorum in which the members that are up to date committed their step; after a
 	// heal it is also this group's. -1: none, 0: a member does not announce it.
 	CommittedQuorumID int64 `json:"committed_quorum_id"`
-	// Replay: a group that kept its gradients of a failed attempt at MaxStep reduces them again in this
-	// quorum.
+	// Replay: a group that kept its gradients of a failed attempt at MaxStep reduces them again.
 	Replay bool `json:"replay"`
 	// Draining: the group was asked to drain, and this is its last step. The manager server sets this field;
 	// Compute does not.

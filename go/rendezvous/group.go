@@ -124,8 +124,7 @@ func (g *group) deserted(now time.Time, t Timing) bool {
 	return true
 }
 
-// restart resets the group, except for the number of the round: a store must not be used for the same number
-// twice.
+// restart resets the group, except for the round's number: a store must not be used twice for one.
 func (g *group) restart(s Settings) {
 	clear(g.nodes)
 	g.size, g.store = 0, ""

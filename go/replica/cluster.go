@@ -10,8 +10,7 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// MaxCluster is how many lighthouses a cluster may be started with. More would only make each proposal
-// slower.
+// MaxCluster bounds the lighthouses at a cluster's start. More would only make each proposal slower.
 const MaxCluster = 7
 
 // ParseCluster parses the value of --cluster: the addresses of 3, 5 or 7 lighthouses, separated by commas.

@@ -103,8 +103,7 @@ type answer struct {
 	err error
 }
 
-// askOften asks all lighthouses for their identity, again and again: first to find the cluster, then for
-// Status.
+// askOften asks all lighthouses for their identity, again and again: to find the cluster, then for Status.
 func (n *Node) askOften() {
 	for {
 		heard := n.ask()

@@ -154,8 +154,7 @@ func (l *layer) Dial(name raft.ServerAddress, timeout time.Duration) (net.Conn, 
 	return l.hold(conn)
 }
 
-// accept answers the handshake of a connection, and passes it to Accept. The connection is closed if it is
-// refused.
+// accept answers the handshake of a connection, and passes it to Accept, or closes it if it is refused.
 func (l *layer) accept(conn net.Conn) {
 	_ = conn.SetDeadline(time.Now().Add(l.timeout))
 	var h hello

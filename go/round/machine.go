@@ -158,8 +158,7 @@ func (m *Machine) rankDisconnected(e RankDisconnected) []Action {
 	return append(m.endGathering(failed), m.endBallot(failed)...)
 }
 
-// stillDisconnected reports the incomplete group to the lighthouse, so that the other groups need not wait
-// for it.
+// stillDisconnected reports the incomplete group to the lighthouse, so that no other group waits for it.
 func (m *Machine) stillDisconnected(e StillDisconnected) []Action {
 	if m.closed != nil || e.GroupRank < 0 || e.GroupRank >= m.group.WorldSize {
 		return nil

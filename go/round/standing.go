@@ -53,8 +53,7 @@ func (s *standing) next() {
 	s.begun, s.committed, s.view = s.allowed, s.quorum.ID, nil
 }
 
-// Standing returns the quorum that stands, and the last step that the ranks may begin in it; 0 if none
-// stands.
+// Standing returns the quorum that stands, and the last step that ranks may begin in it; 0: none stands.
 func (m *Machine) Standing() (quorumID, step int64) {
 	if m.standing.quorum == nil {
 		return 0, 0
@@ -145,8 +144,7 @@ func (m *Machine) roundKnown(e RoundKnown) []Action {
 	return actions
 }
 
-// stands handles a request of a rank if the quorum stands for its step. It reports false if the group has to
-// ask.
+// stands handles a rank's request if the quorum stands for its step; false if the group has to ask.
 func (m *Machine) stands(e QuorumAsked, news bool) (actions []Action, stands bool) {
 	s := &m.standing
 	if s.quorum == nil {

@@ -54,8 +54,7 @@ type (
 	}
 	// Called: the lighthouse calls the quorum after this one.
 	Called struct{ QuorumID int64 }
-	// Reached: the group has a stream with a lighthouse, perhaps another one, which has not received earlier
-	// reports.
+	// Reached: the group has a stream with a lighthouse, which may not have received earlier reports.
 	Reached struct{}
 	// RoundKnown: the first step that needs another quorum than this one.
 	RoundKnown struct {
@@ -84,8 +83,7 @@ type (
 		Took      []time.Duration
 		Host      string // its load, clock, temperature
 	}
-	// MetadataAsked: a client requests the address at which a rank serves its checkpoint. It is answered at
-	// once.
+	// MetadataAsked: a client requests the address of a rank's checkpoint. It is answered at once.
 	MetadataAsked struct {
 		Waiter    WaiterID
 		GroupRank int64
@@ -155,8 +153,7 @@ type (
 		QuorumID int64
 		Step     int64
 	}
-	// Part tells the lighthouse that the group leaves the quorum that stands: the others may wait for it in a
-	// step.
+	// Part tells the lighthouse that the group leaves the quorum that stands: others may wait for it.
 	Part struct {
 		QuorumID int64
 		Step     int64 // the steps before this one are committed

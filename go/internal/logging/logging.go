@@ -1,5 +1,4 @@
-// Package logging writes the log without blocking: if the reader of the log stops reading, the server must
-// continue.
+// Package logging writes the log without blocking: if its reader stops, the server must continue.
 package logging
 
 import (
@@ -84,8 +83,7 @@ func (p pipe) Write(b []byte) (n int, err error) {
 	return n, err
 }
 
-// GRPC passes the errors of gRPC on. Its own logger writes them to os.Stderr, which may end the process: see
-// File.
+// GRPC passes on the errors of gRPC, whose own logger may end the process by os.Stderr: see File.
 func GRPC(lines *Writer) { grpclog.SetLoggerV2(grpclog.NewLoggerV2(io.Discard, io.Discard, lines)) }
 
 // Write queues a line and returns at once.

@@ -81,8 +81,7 @@ func DialLater(with Dialing, what, address string) (*grpc.ClientConn, error) {
 	return conn, err
 }
 
-// prepare returns a connection that is not established yet, and a record of the last reason why connecting
-// failed.
+// prepare returns a connection that is not established yet, and a record of why connecting failed last.
 func prepare(with Dialing, what, address string) (*grpc.ClientConn, *atomic.Pointer[error], error) {
 	addr, err := ParseAddress(what+" address", address)
 	if err != nil {

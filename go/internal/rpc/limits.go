@@ -28,14 +28,12 @@ const (
 	// detects a host without power, and a killed process whose sockets are still open in a forked child.
 	pingAfter   = 5 * time.Second
 	pingTimeout = 10 * time.Second
-	// A client may ping this often: gRPC's own default would end the connections of peers that ping each 10
-	// s.
+	// A client may ping this often: gRPC's default would end the connections of peers that ping each 10 s.
 	pingAllowed = time.Second
 	// clientPingAfter is gRPC's lower bound.
 	clientPingAfter = 10 * time.Second
 
-	// sniffTimeout bounds the time until the first bytes of a new connection show whether it uses gRPC or
-	// HTTP.
+	// sniffTimeout bounds the time until the first bytes of a connection show gRPC or HTTP.
 	sniffTimeout = 5 * time.Second
 	// window is the flow control window of a stream and a connection. With a fixed window gRPC sends no pings
 	// to estimate one, and the quorum of a large job is sent without waiting for acknowledgements.

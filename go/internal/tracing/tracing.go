@@ -39,8 +39,7 @@ var (
 	w3c      propagation.TraceContext
 )
 
-// Setup reads the environment, once in a process. If a variable is invalid, that is logged, and tracing stays
-// off.
+// Setup reads the environment, once in a process. An invalid variable is logged, and turns tracing off.
 func Setup(log *slog.Logger) {
 	setup.Do(func() {
 		kinds, err := Exporters(os.Getenv)

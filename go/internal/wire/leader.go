@@ -18,8 +18,7 @@ func NotLeader(leader, why string) error {
 	return s.Err()
 }
 
-// LeaderOf is the inverse of NotLeader: it returns the address of the leader. It is empty for all other
-// errors.
+// LeaderOf is the inverse of NotLeader: the address of the leader, empty for all other errors.
 func LeaderOf(err error) string {
 	for _, detail := range status.Convert(err).Details() {
 		if d, ok := detail.(*torchftpb.NotLeader); ok {

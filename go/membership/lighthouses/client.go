@@ -17,8 +17,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Client makes unary calls to a lighthouse, ours or an upstream one. It reconnects when its connection
-// breaks.
+// Client makes unary calls to a lighthouse, ours or an upstream one. It reconnects by itself.
 type Client struct {
 	addr string
 	peer string

@@ -54,8 +54,7 @@ func CallFailed(err error) error {
 	return err
 }
 
-// Guard is deferred by all functions that Python calls: a panic becomes an error, and every error has a
-// class.
+// Guard is deferred by all functions that Python calls: a panic becomes an error; each has a class.
 func Guard(err *error) {
 	if p := recover(); p != nil {
 		*err = panicked(p)

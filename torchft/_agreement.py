@@ -65,8 +65,7 @@ EQUAL = {
         "the data loader",
         "none",
         "one in all groups of a job, made before their first step, or in none: it weights gradients by "
-        "samples, and a "
-        "group without one would divide their sum by the number of groups",
+        "samples, and a group without one would divide their sum by the number of groups",
     ),
     LAYOUT: Setting("what is reduced", None, "the same tensors, and the same data, in all groups"),
 }
@@ -139,10 +138,7 @@ def explained(key: str, ours: Mapping[str, str], who: str, theirs: Mapping[str, 
 
 def other_version(handles: Mapping[str, str]) -> Optional[str]:
     """Names a group with another version of torchft than this process; None if there is none. The groups of a
-    job are upgraded one by one, so this is no error.
-
-    Args:
-        handles: of the groups, by their names.
+    job are upgraded one by one, so this is no error. `handles`: of the groups, by their names.
     """
     for who, handle in handles.items():
         there = announced(handle, VERSION)

@@ -1,6 +1,4 @@
-"""Checks of arguments and environment variables that several parts have, with one text each. Imports no
-PyTorch.
-"""
+"""Checks of arguments and environment variables for several parts, with one text each. Needs no PyTorch."""
 
 from __future__ import annotations
 

@@ -15,10 +15,7 @@ import torch
 
 class Extras:
     """The extras for a stand-in of a Manager: most of them do nothing. A Manager has those of
-    ``_manager/extras.py``.
-
-    Args:
-        manager: the stand-in.
+    ``_manager/extras.py``. `manager`: the stand-in.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -30,9 +27,7 @@ class Extras:
         """Declares that this step does something that cannot be repeated, so that it is not replayed."""
 
     def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Registers tensors that an optimizer will read. A step can be replayed only if it reduces all of
-        them.
-        """
+        """Registers what an optimizer will read. A step can be replayed only if it reduces all of that."""
 
     def computes(self) -> None:
         """Reports a forward pass whose gradients this step, or the next one, may reduce."""
@@ -50,9 +45,7 @@ class Extras:
         return never
 
     def register_check(self, check: Callable[[], None]) -> None:
-        """Registers what raises an error if gradients of this step were not reduced; the step is then not
-        committed.
-        """
+        """Registers what raises if gradients of this step were not reduced; it is then not committed."""
 
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Registers parameters and optimizer state that have the same bits in all groups: they are compared,
@@ -64,9 +57,7 @@ class Extras:
         self._manager.start_quorum()
 
     def end(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Ends the step for an optimizer, unless another one has ended it for both. Returns whether it is
-        committed.
-        """
+        """Ends the step for an optimizer, unless another one has ended it. Whether it is committed."""
         committed: bool = self._manager.should_commit()
         return committed
 
@@ -74,15 +65,11 @@ class Extras:
         """Registers parameters of a model that have the same bits in all groups: they are compared."""
 
     def check_sparse(self, names: list[str]) -> None:
-        """Raises a ValueError if parameters of these names have sparse gradients that the process group
-        refuses.
-        """
+        """Raises a ValueError if one of these parameters has sparse gradients, which the group refuses."""
 
     @property
     def adds_gradients(self) -> bool:
-        """Whether gradients are summed over the groups, not averaged, because a data loader has weighted the
-        losses.
-        """
+        """Whether gradients are summed over the groups: a data loader has weighted the losses."""
         return False
 
     def steps_by_itself(self, local_steps: Any) -> None:
@@ -97,16 +84,12 @@ class Extras:
         return not self._has_quorum_id or self._manager._quorum_id != -1
 
     def share_buffer(self, buffer: torch.Tensor) -> None:
-        """Lets an isolated group share a buffer's memory with its worker process, so that nothing is
-        copied.
-        """
+        """Lets an isolated group share a buffer's memory with its worker, so that nothing is copied."""
         if self._share_buffer is not None:
             self._share_buffer(buffer)
 
     def counted(self, name: str, number: int = 1) -> None:
-        """Adds ``number`` to a counter of the manager server: ``Counters`` in go/manager/counted.go lists
-        them.
-        """
+        """Adds ``number`` to a counter of the manager server; go/manager/counted.go lists them."""
 
 
 def never() -> bool:

@@ -1,6 +1,4 @@
-"""A forked child has copies of its parent's objects, but neither their threads nor a right to their
-connections.
-"""
+"""A forked child has copies of its parent's objects, but neither their threads nor their connections."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ def refusal(what: str) -> RuntimeError:
     """The error for the use of a parent's object in a forked child."""
     return RuntimeError(
         f"{what} was made before this process was forked: its threads and connections belong to the parent; "
-        "use the "
-        "'spawn' or 'forkserver' start method"
+        "use the 'spawn' or 'forkserver' start method"
     )
 
 
@@ -46,9 +43,7 @@ class Maker:
         _makers.add(self)
 
     def check(self) -> None:
-        """Raises RuntimeError in a forked child, where the call would wait for a thread that does not
-        exist.
-        """
+        """Raises RuntimeError in a forked child: the call would wait for a thread that does not exist."""
         if not self.here:
             raise refusal(self._what)
 
@@ -59,9 +54,7 @@ _threaded: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def threaded(thing: T) -> T:
-    """Registers an object whose destructor joins its threads: forked children never destroy it. Returns the
-    object.
-    """
+    """Registers an object whose destructor joins threads: forked children never destroy it. Returns it."""
     _threaded.add(thing)
     return thing
 

@@ -66,9 +66,7 @@ _starter_lock = threading.Lock()
 
 
 def prepare() -> None:
-    """Makes :func:`hand_off` possible. The constructor of each object whose destructor hands off calls
-    this.
-    """
+    """Makes :func:`hand_off` possible; for constructors of objects whose destructors hand off."""
     global _starter
     with _starter_lock:
         if _starter is None:
@@ -106,9 +104,7 @@ def drain(timeout_sec: float) -> bool:
 
 
 def _forget() -> None:
-    """In a forked child, which must never destroy what the parent has handed off: its threads do not exist
-    here.
-    """
+    """In a forked child, which must never destroy what the parent has handed off: it has no such threads."""
     global _queue, _pending, _starter, _starter_lock
     parents = (_queue, _pending)
     # More than a reference, which the end of Python drops.

@@ -31,10 +31,7 @@ _logger = logging.getLogger(__name__)
 
 def root() -> Path:
     """Returns the folder of all slots of this user on this host, and makes it: TORCHFT_SNAPSHOT_MEMORY, else
-    one in /dev/shm.
-
-    Raises:
-        OSError: it cannot be made, or another user owns it or may write to it.
+    one in /dev/shm. OSError: it cannot be made, or another user owns it or may write to it.
     """
     path = Path(os.environ.get(ROOT_ENV) or f"/dev/shm/torchft-{os.getuid()}").absolute()
     try:
@@ -83,11 +80,7 @@ def ensure(job: str, lighthouse: str = "") -> None:
 
 
 def start(folder: Path) -> None:
-    """Starts a keeper of a folder if none runs. It outlives this process, and all that kill its tree.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """Starts a keeper of a folder if none runs, or OSError. It outlives all that kill this process's tree."""
     if running(folder):
         return
     paths = [os.path.abspath(path) for path in sys.path]
@@ -108,20 +101,12 @@ def start(folder: Path) -> None:
 
 
 def running(folder: Path) -> bool:
-    """Whether a keeper of a folder runs.
-
-    Raises:
-        OSError: its lock cannot be tried.
-    """
+    """Whether a keeper of a folder runs. OSError: its lock cannot be tried."""
     return holder(folder / _LOCK) is not None
 
 
 def holder(lock: Path) -> str | None:
-    """Returns what the process has written to a file that holds its lock; None: none does.
-
-    Raises:
-        OSError: the lock cannot be tried.
-    """
+    """What the process has written that holds a file's lock; None: none does. OSError: it cannot be tried."""
     with contextlib.suppress(FileNotFoundError), open(lock, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment: who wants it tries again

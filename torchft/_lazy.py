@@ -1,6 +1,4 @@
-"""Lazy imports (PEP 562): names of a package that are imported on first use, so that importing the package
-stays cheap.
-"""
+"""Lazy imports (PEP 562): names of a package are imported on first use, so that its import is cheap."""
 
 from __future__ import annotations
 

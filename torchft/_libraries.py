@@ -12,11 +12,7 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def load(name: str) -> Any:
-    """Imports a native library.
-
-    Raises:
-        ImportError: it does not load; the message names the remedy.
-    """
+    """Imports a native library. ImportError: it does not load; the message names the remedy."""
     try:
         return importlib.import_module(name)
     except ImportError as e:
@@ -56,9 +52,7 @@ def hidden(sources: Path, installed: Path) -> str:
 
 
 def in_place(folder: Path) -> str:
-    """How to build the sources in a folder, so that they load there, with what the scripts beside them
-    need.
-    """
+    """How to build the sources in a folder, so that they load there, with what scripts beside them need."""
     return f"build it in place with `pip install -e {shlex.quote(f'{folder}[train]')}`"
 
 

@@ -253,9 +253,7 @@ def address_of(endpoint: str) -> str:
 
 
 def direct(address: str) -> urllib.request.OpenerDirector:
-    """Opens requests to a lighthouse without a proxy of the environment, as for all other connections of a
-    job.
-    """
+    """Opens requests to a lighthouse without a proxy of the environment, as all connections of a job."""
     tls = _tls(address)
     return _without_tls() if tls is None else _opener(urllib.request.HTTPSHandler(context=tls))
 

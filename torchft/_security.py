@@ -50,10 +50,8 @@ def run_id() -> str:
 
 
 def security(run: Optional[str] = None) -> str:
-    """Returns the files, the job that calls name, and the id of this start of the job, as JSON.
-
-    Args:
-        run: the id; None: that of the environment.
+    """Returns the files, the job that calls name, and the id of this start of the job, as JSON. `run`: the
+    id; None: that of the environment.
     """
     job, run = os.environ.get(JOB_ENV) or DEFAULT_JOB, run_id() if run is None else run
     return json.dumps({**files(), "job": job, "run": run})

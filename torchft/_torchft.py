@@ -207,10 +207,8 @@ class ManagerServer(_GoServer):
         )
 
     def _finish(self, step: int = 0) -> None:
-        """Informs the server, with ``shutdown``, that the training has ended on purpose.
-
-        Args:
-            step: the number of committed steps; 0: it is not known, and groups that come back are not told.
+        """Informs the server, with ``shutdown``, that the training has ended on purpose. `step`: the number
+        of committed steps; 0: it is not known, and groups that come back are not told.
         """
         if self._handle:
             _completed.add(self._training)
@@ -315,9 +313,7 @@ class ManagerClient(_Native):
         return _Operation(go, op)
 
     def _end_round(self, begun: object, last: QuorumResult | None) -> QuorumResult:
-        """Waits for a round's result. Returns ``last`` itself, with the new step, if nothing else differs
-        from it.
-        """
+        """Waits for a round's result. Returns ``last`` itself, with the new step, if nothing else differs."""
         assert isinstance(begun, _Operation)
         result: Any = begun.wait()
         if last is not None and isinstance(result, int):
@@ -396,9 +392,7 @@ class ManagerClient(_Native):
         return bool(decision)
 
     def _leave(self, timeout: timedelta) -> None:
-        """Reports that this group has ended its last step, and waits until no other group needs it any
-        more.
-        """
+        """Reports that this group has ended its last step, and waits until no other group needs it."""
         self._go.run(self._go.pyapi_ManagerLeaveStart, self._handle, _micros("timeout", timeout))
 
     def _report(self, **report: object) -> None:
@@ -411,9 +405,7 @@ class ManagerClient(_Native):
         self._go.pyapi_ManagerReport(self._handle, json.dumps(report))
 
     def shutdown(self) -> None:
-        """Closes the connection; calls that wait for an answer get an error. A second shutdown does
-        nothing.
-        """
+        """Closes the connection: waiting calls get an error. A second shutdown does nothing."""
         self._release()
 
 
@@ -550,9 +542,7 @@ class _LighthouseCommand(_GoServer):
 
 @contextmanager
 def _end_awaited() -> Iterator[Callable[[], object]]:
-    """Yields a function that returns at SIGINT or SIGTERM, also at an earlier one. Afterwards these end the
-    process.
-    """
+    """Yields a function that returns at (also earlier) SIGINT or SIGTERM. Then these end the process."""
     import signal
 
     # A byte in a pipe wakes this thread whichever thread gets the signal, and without a lock that it may hold
@@ -629,10 +619,8 @@ def keep(root: str, bind: str, keep: timedelta, writer: list[str], began: Callab
 
 def held_in(root: str) -> dict[str, Any]:
     """Returns the slots in a folder, and the work of the writer of checkpoints: ``snapshots`` and ``disks``,
-    as ``GET /api/v1/keepers`` describes them. No keeper needs to run.
-
-    Raises:
-        RuntimeError: the folder cannot be read.
+    as ``GET /api/v1/keepers`` describes them. No keeper needs to run. RuntimeError: the folder cannot be
+    read.
     """
     found: dict[str, Any] = json.loads(_load().pyapi_KeeperList(root))
     return found

@@ -62,10 +62,8 @@ def before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 def makes_state(frame: FrameType) -> bool:
     """Whether a step was called by a function of PyTorch's state_dict module, directly or through a learning
-    rate scheduler, which replaces an optimizer's `step`.
-
-    Args:
-        frame: of the caller of the step, or of PyTorch's or torchft's code that it calls.
+    rate scheduler, which replaces an optimizer's `step`. `frame`: of the caller of the step, or of PyTorch's
+    or torchft's code that it calls.
     """
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PASSED_BY):
         frame = frame.f_back

@@ -176,8 +176,7 @@ def reduce_scatter_quantized(
     if output.numel() != sum(rows) or not output.is_contiguous():
         raise ValueError(
             f"output of shape {tuple(output.shape)} has {output.numel()} elements: this rank's rows of all "
-            "inputs need "
-            f"{sum(rows)}, contiguous"
+            f"inputs need {sum(rows)}, contiguous"
         )
 
     def run(exchange: Exchange) -> None:

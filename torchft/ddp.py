@@ -40,9 +40,7 @@ class _FixedBuckets(ProcessGroupDummy):
         self._answers: Deque[List[int]] = deque()
 
     def rebuild(self, reducer: dist.Reducer, buckets: List[List[int]]) -> None:
-        """Makes a new reducer rebuild its buckets now, as these lists of the parameters' indices, and never
-        again.
-        """
+        """Makes a new reducer rebuild its buckets now, as these lists of parameter indices, and only now."""
         self._answers.extend([[*chain(*buckets), len(buckets)], [len(bucket) for bucket in buckets]])
         reducer._push_all_rebuilt_params()
         if not reducer._rebuild_buckets() or self._answers:

@@ -241,9 +241,7 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
 
 
 def timed(fut: Future[T], timeout: timedelta, devices: list[torch.device]) -> Future[T]:
-    """Does the same as `future_timeout`, for a future whose value has tensors on these devices and the CPU
-    only.
-    """
+    """Does the same as `future_timeout`, for a value with tensors on these devices and the CPU only."""
     if fut.done():
         return fut
 
@@ -357,9 +355,7 @@ def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
 
 
 class _Timed(ContextDecorator):
-    """The context of `context_timeout`: cheaper than a generator, since every operation on a device needs
-    some.
-    """
+    """The context of `context_timeout`, cheaper than a generator: each operation on a device needs some."""
 
     __slots__ = ("_callback", "_timeout", "_timer")
 

@@ -203,11 +203,7 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
                 connection.abort()
 
     def shutdown(self) -> None:
-        """Ends `serve_forever`, and waits for that.
-
-        Raises:
-            RuntimeError: this is a forked child of the server's process.
-        """
+        """Ends `serve_forever`, and waits for that. RuntimeError: this is a child of the server's process."""
         self._maker.check()
         super().shutdown()
 

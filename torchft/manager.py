@@ -542,9 +542,7 @@ class Manager(Stateful, Stepping):
         self._current.sharing.begun.append(optimizer)
 
     def _end_for(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Ends the step for an optimizer, unless it shares the decision for another one. Returns whether it
-        steps.
-        """
+        """Ends the step for an optimizer, unless it shares another one's decision. Whether it steps."""
         step = self._current
         # An error since the vote changes no decision.
         if step.sharing.ended and step.sharing.ends(optimizer):
@@ -564,9 +562,7 @@ class Manager(Stateful, Stepping):
     def _begin_with_copy(self, beyond: int, otherwise: Callable[[], object]) -> bool:
         """Begins with the newest copy in shared memory of a step after ``beyond``, unless a group has a later
         state. All ranks of the group call it, before their first step. Returns whether there is one.
-
-        Args:
-            otherwise: called if it cannot be loaded after all.
+        `otherwise`: called if it cannot be loaded after all.
         """
         self._snapshots.otherwise = otherwise
         return self._snapshots.on and self._snapshots.seek(max(self._step, beyond))
@@ -791,9 +787,7 @@ class Manager(Stateful, Stepping):
             self._quiet = result
 
     def _restores(self, plan: Plan) -> bool:
-        """Whether this group loads the copy that it has announced: no group of the quorum has a later
-        state.
-        """
+        """Whether this group loads the copy that it has announced: no group has a later state."""
         return plan.up_to_date and not plan.heal and self._snapshots.found(self._position) is not None
 
     def _restore(self, plan: Plan) -> bool:
@@ -821,9 +815,7 @@ class Manager(Stateful, Stepping):
         return False
 
     def _transfer(self, step: Step, plan: Plan) -> None:
-        """Serves this group's state, or fetches a peer's. On the training thread, or after it has read the
-        state.
-        """
+        """Serves this group's state, or fetches a peer's. On the training thread, or once that has read."""
         # A group that does not fit never heals.
         with nullcontext() if self._connection.unsupported else self._heal_wait.following(plan):
             if self._restores(plan) and not self._restore(plan):
@@ -1008,9 +1000,7 @@ class Manager(Stateful, Stepping):
             self._heal_by(HealMode.AUTO)
 
     def _begin_batch(self) -> Plan:
-        """Begins a step if none has begun, and waits until its quorum is known. A heal continues in the
-        background.
-        """
+        """Begins a step if none has begun, and waits for its quorum. A heal continues in the background."""
         if self._round is None or not self._data.usable(self._current):
             self._begin_round(StepRequest(True, False, self._quorum_timeout), reads_state=self._server.native)
         self._maker.check()
@@ -1065,9 +1055,7 @@ class Manager(Stateful, Stepping):
         return ends
 
     def _give_way(self) -> None:
-        """Makes this group heal, because its data position differs from the first group's: it announces
-        an earlier step.
-        """
+        """Makes this group, with another data position than the first, heal: it announces an earlier step."""
         step = self._data.step_to_announce(self._step)
         if step != self._step:
             self._position = Position(step, self._batches_committed, -1)
@@ -1089,9 +1077,7 @@ class Manager(Stateful, Stepping):
         self._errors.of_loop(e)
 
     def _report_own_error(self, e: Exception) -> None:
-        """As report_error, for an error while peers wait for this rank in collectives, which are then
-        aborted.
-        """
+        """As report_error, for an error while peers wait for this rank in collectives: aborts these."""
         self._errors.of_this_rank(e)
 
     def wrap_future(
@@ -1212,9 +1198,7 @@ class Manager(Stateful, Stepping):
             self._logger.warn(said)
 
     def _try_step(self, timeout: timedelta) -> bool:
-        """Ends the collectives of an attempt at this step, and votes on it with the other ranks of the
-        group.
-        """
+        """Ends the collectives of an attempt at this step, and votes on it with the group's other ranks."""
         if not self._ready:
             self.wait_quorum()
         try:
@@ -1309,9 +1293,7 @@ class Manager(Stateful, Stepping):
         self._replicas.state.add_parameters(named)
 
     def _ask_again(self) -> Step:
-        """Begins another attempt at this step, and waits for its quorum, which has a new id and new
-        connections.
-        """
+        """Begins another attempt at this step, and waits for its quorum, with a new id and connections."""
         self._commit_failures += 1
         self._end_trace()
         self._begin_round(self._current.request, replays=True)
@@ -1393,15 +1375,12 @@ class Manager(Stateful, Stepping):
             self._snapshots.last(self._position)
 
     def _make_way(self, transport: Optional[CheckpointTransport[Any]]) -> None:
-        """Ends this Manager, because another one of the same group and rank is made.
-
-        Args:
-            transport: the one that the other Manager was given, which goes on to serve.
+        """Ends this Manager, because another one of the same group and rank is made. `transport`: the one
+        that the other Manager was given, which goes on to serve.
         """
         self._logger.warn(
             "this Manager was not shut down, and another one of its group is made in this process: it ends "
-            "now. "
-            "Otherwise both would be members of the job, and the new one would wait for this one"
+            "now. Otherwise both would be members of the job, and the new one would wait for this one"
         )
         self._end(wait=False, ends_transport=not self._transport.is_for(transport))
 

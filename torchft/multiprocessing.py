@@ -10,21 +10,13 @@ if TYPE_CHECKING:
 
 
 class _MonitoredPipe:
-    """One end of a pipe; the process at the other end may end, stall or fail.
-
-    Args:
-        pipe: the connection, which this object closes.
-    """
+    """One end of a pipe, which this object closes. The process at the other end may end, stall or fail."""
 
     def __init__(self, pipe: Connection[object, object]) -> None:
         self._pipe = pipe
 
     def send(self, obj: object) -> None:
-        """Sends an object; an exception is raised at the other end.
-
-        Raises:
-            OSError: the pipe is closed at this end or the other one.
-        """
+        """Sends an object; an exception is raised at the other end. OSError: the pipe is closed."""
         self._pipe.send(obj)
 
     def recv(self, timeout: Union[float, timedelta]) -> object:

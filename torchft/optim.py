@@ -66,8 +66,7 @@ class OptimizerWrapper(WrappedOptimizer):
         if closure is not None:  # not an assert statement, which python -O removes
             raise AssertionError(
                 f"closure={closure!r}: step() takes none, optimizers that call a closure are not supported: "
-                "the groups "
-                "agree on a step before it is applied, and a closure would compute it again"
+                "the groups agree on a step before it is applied, and a closure would compute it again"
             )
         self._lost = not (makes_state(sys._getframe(1)) or self._extras.end(self.optim))
         return None if self._lost else self.optim.step(**kwargs)

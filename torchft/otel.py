@@ -62,9 +62,7 @@ class TeeLogExporter(LogRecordExporter):
         self._exporters = exporters
 
     def export(self, batch: Sequence[ReadableLogRecord]) -> LogRecordExportResult:
-        """Returns FAILURE if one of the exporters failed. Raises the first error of an exporter, after all
-        have run.
-        """
+        """Runs all exporters. Returns FAILURE if one of them failed; raises the first error of one."""
         result, errors = LogRecordExportResult.SUCCESS, []
         for exporter in self._exporters:
             try:
@@ -171,8 +169,7 @@ def _resource_attributes(name: str) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError) as e:
         raise ValueError(
             f"{TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON}={setting!r} is no JSON object of objects by the name "
-            "of a logger "
-            f"and no file with one: {e}"
+            f"of a logger and no file with one: {e}"
         ) from e
 
 

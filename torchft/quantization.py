@@ -200,8 +200,7 @@ def _check_buffer(buffer: torch.Tensor, layout: SliceLayout) -> None:
     if buffer.dtype != torch.uint8 or buffer.numel() != layout.nbytes or not buffer.is_contiguous():
         raise ValueError(
             f"the buffer has {buffer.numel()} elements of {buffer.dtype}, these tensors in {layout.slices} "
-            "slices need "
-            f"{layout.nbytes} of torch.uint8"
+            f"slices need {layout.nbytes} of torch.uint8"
         )
 
 
@@ -210,9 +209,7 @@ _OF_TRITON = ("cuda", "xpu")
 
 
 def _implementation(device: torch.device) -> Any:
-    """The module for a device: Triton's kernels if Triton is installed and supports the device, else
-    PyTorch's operators.
-    """
+    """The module for a device: Triton's kernels if Triton is there and supports it, else PyTorch's."""
     if device.type in _OF_TRITON:
         try:
             from torchft._quantization import kernels

@@ -74,9 +74,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def on_device(device: Optional[torch.device]) -> ContextManager[object]:
-    """A context in which `device` is the current one; None, or the CPU, leaves the current device as it
-    is.
-    """
+    """A context in which `device` is the current one; None, or the CPU, leaves the current device."""
     if device is None or device.index is None or device.type == "cpu":
         return _NOTHING
     # Unlike set_device_index, it makes no CUDA context on device 0 when a thread returns to that one, its
@@ -138,9 +136,7 @@ class DeviceThread(threading.Thread):
 
 
 def out_of_memory(error: Optional[BaseException]) -> bool:
-    """Whether an operation failed because a device has too little memory: of PyTorch's allocator, or of
-    NCCL.
-    """
+    """Whether an operation failed because a device has too little memory, for PyTorch or for NCCL."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             return True
@@ -163,9 +159,7 @@ def device_uuid(index: int) -> Optional[str]:
 
 
 def device_pci_address() -> Optional[str]:
-    """The PCI address of this thread's current device, as `0000:17:00.0`; None if it has none, or is not in
-    use.
-    """
+    """This thread's current device as its PCI address `0000:17:00.0`; None without one, or if not in use."""
     index = current_device()
     if index is None:
         return None
@@ -175,9 +169,7 @@ def device_pci_address() -> Optional[str]:
 
 
 def empty_cache() -> None:
-    """Returns the memory that PyTorch keeps for later tensors to the device. NCCL does not allocate from
-    that.
-    """
+    """Returns memory that PyTorch keeps for later tensors to the device: NCCL allocates from the device."""
     index = current_device()
     if index is not None:
         with suppress(RuntimeError):
@@ -298,7 +290,5 @@ def poll(done: Callable[[], bool], timeout: float) -> bool:
 
 
 def weakly(call: Callable[..., Any]) -> Callable[[], Optional[Callable[..., Any]]]:
-    """Returns a function that returns ``call``; None if that is a method of an object which no longer
-    exists.
-    """
+    """A function that returns ``call``; None once that is a method of an object which is gone."""
     return weakref.WeakMethod(call) if isinstance(call, types.MethodType) else lambda: call

@@ -1,6 +1,4 @@
-"""A ``Work`` that is complete from the start, for operations that need no communication, and one that a
-thread ends.
-"""
+"""A ``Work`` that is complete from the start, for no communication, and one that a thread ends."""
 
 from __future__ import annotations
 

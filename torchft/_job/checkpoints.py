@@ -58,7 +58,6 @@ class Checkpoints:
     Args:
         folder: where they are, the same for all ranks of a group; None: nowhere.
         every: committed steps between two.
-        manager: of this rank.
     """
 
     def __init__(self, folder: Optional[str | os.PathLike[str]], every: int, manager: Manager) -> None:

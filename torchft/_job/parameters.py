@@ -1,6 +1,4 @@
-"""The parameters that a job trains: whether optimizers and models fit together, and the norm of all
-gradients.
-"""
+"""The parameters that a job trains: whether optimizers and models fit, and the norm of all gradients."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ def check_models(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -
             if parameter.requires_grad and id(parameter) not in stepped:
                 raise ValueError(
                     f"parameter {name} of {type(model).__name__} is in no optimizer of prepare(): its "
-                    "gradient "
-                    "would be averaged and never used. Give its optimizer to prepare(), or set "
+                    "gradient would be averaged and never used. Give its optimizer to prepare(), or set "
                     "requires_grad=False; what follows the weights, such as an average of them, goes to "
                     "job.state(name, object)"
                 )
@@ -72,10 +69,8 @@ def check_plain(given: Any) -> None:
 
 
 def is_stage(given: Any) -> bool:
-    """Whether this is a stage of a pipeline, with its module in ``submod``.
-
-    Raises:
-        ValueError: its module reduces gradients in each call of the schedule, so not once in a step.
+    """Whether this is a stage of a pipeline, with its module in ``submod``. ValueError: its module reduces
+    gradients in each call of the schedule, so not once in a step.
     """
     pipelining = sys.modules.get("torch.distributed.pipelining")  # not imported: its import takes long
     if pipelining is None or not isinstance(given, pipelining.PipelineStage):
@@ -170,9 +165,7 @@ def clip(parameters: Iterable[torch.Tensor], max_norm: float, stages: bool) -> t
 
 
 def finite(scaler: Optional[GradScaler], optimizers: Sequence[Optimizer]) -> bool:
-    """Whether the optimizers are to step. A GradScaler decides for each alone, and a batch counts for all or
-    for none.
-    """
+    """Whether the optimizers step: a GradScaler decides for each, a batch counts for all or none."""
     if scaler is None or len(optimizers) < 2 or not scaler.is_enabled():
         return True
     states = scaler._per_optimizer_states

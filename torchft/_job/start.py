@@ -33,11 +33,7 @@ _DEVICES = ("auto", "cpu", "cuda")
 
 
 def pick_device(name: str) -> torch.device:
-    """Returns the device of this rank, and makes it the current one.
-
-    Raises:
-        ValueError: there is no such device.
-    """
+    """Returns the device of this rank, and makes it the current one. ValueError: there is no such device."""
     if name not in _DEVICES:
         raise ValueError(f"device={name!r}: allowed are {', '.join(_DEVICES)}")
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
@@ -57,10 +53,8 @@ def end_with_torchrun() -> None:
 
 
 def connect(device: torch.device, isolated: bool, **settings: Any) -> Manager:
-    """Makes the process groups within and between the groups, and the Manager of this rank.
-
-    Raises:
-        ValueError: a setting is missing or out of range.
+    """Makes the process groups within and between the groups, and the Manager of this rank. ValueError: a
+    setting is missing or out of range.
     """
     if not (os.environ.get("TORCHFT_LIGHTHOUSE") or settings.get("lighthouse_addr")):
         raise ValueError(

@@ -60,7 +60,6 @@ class LossSum(nn.Module):
 
     Args:
         model: whose gradients it is to be reduced with.
-        device: of this rank.
 
     Attributes:
         carried: whether a bucket of a DistributedDataParallel has it.
@@ -81,9 +80,7 @@ class LossSum(nn.Module):
 
     def mean(self, averaged: bool) -> torch.Tensor:
         """Returns the sum, of one element, as a mean over the ranks of this group that have added losses.
-
-        Args:
-            averaged: whether the ranks of this group have averaged it.
+        `averaged`: whether the ranks of this group have averaged it.
         """
         given = self.sum.grad is not None
         own = self.sum.grad[:1].clone() if self.sum.grad is not None else self.sum.new_zeros(1)
@@ -95,12 +92,8 @@ class LossSum(nn.Module):
 
 
 class DistributedDataParallel(ddp.DistributedDataParallel):
-    """torchft's, whose first one in a job reduces the sum of the losses with the gradients.
-
-    Args:
-        manager: the Manager of this rank.
-        module: the model.
-        losses: the sum. A loss is added in each backward pass.
+    """torchft's, whose first one in a job reduces the sum of the losses with the gradients. `losses`: the
+    sum. A loss is added in each backward pass.
     """
 
     def __init__(self, manager: Manager, module: nn.Module, losses: LossSum) -> None:
@@ -119,10 +112,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
 
 def replicated(models: list[nn.Module], loader: ElasticDataLoader) -> list[torch.Tensor]:
     """Returns the parameters that the ranks of this group hold alike, while they read different data.
-
-    Args:
-        models: as the loop uses them.
-        loader: of this rank.
+    `models`: as the loop uses them.
     """
     several = loader.data_world_size > 1
     wrapped = [each for each in models if several and isinstance(each, DistributedDataParallel)]

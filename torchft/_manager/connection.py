@@ -1,6 +1,4 @@
-"""Connects the process group with the groups of a quorum: at once, or as a standby of the connection in use
-(handover.py).
-"""
+"""Connects the process group with a quorum's groups: at once, or as a standby (handover.py)."""
 
 from __future__ import annotations
 
@@ -60,13 +58,9 @@ class Connection:
     """Connects one rank with its peers, quorum after quorum.
 
     Args:
-        peers: the process group.
-        replica_id: replica id of this group.
-        settings: the Manager's settings.
         layout: the tensors that this rank reduces, compared with those of the peers before it connects.
         failures: ends the connecting when a peer has failed.
         errors: gets the errors of connecting.
-        logger: the Manager's logger.
 
     Attributes:
         apart: whether this rank waits for its connection, while the other groups train on.
@@ -138,8 +132,7 @@ class Connection:
             raise RuntimeError(
                 f"{device_name()} has too little memory for the connection with the other groups, "
                 f"{self._without_memory} times in a row: leave more of it free, for example by a smaller "
-                "batch; "
-                "this group ends, so that the others can train on"
+                "batch; this group ends, so that the others can train on"
             ) from self._no_memory
         if broken:
             self._name = ""
@@ -196,7 +189,6 @@ class Connection:
         fails, the step fails, and the next quorum has a new id.
 
         Args:
-            plan: the plan of this rank.
             new_here: whether this group has committed no step since its process began.
             reconfigure: passes the quorum's id and the handles of its groups to the process group.
 
@@ -318,9 +310,7 @@ class Connection:
             self._peers.abandon_standby(PeerFailed(failure), following.attempt)
 
     def without_unconnected(self, plan: Plan) -> Plan:
-        """The plan without transfers to the groups that wait for their connection, since these do not heal
-        yet.
-        """
+        """The plan without transfers to the groups that wait for their connection, which do not heal yet."""
         if not self._unconnected:
             return plan
         return replace(

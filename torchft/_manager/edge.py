@@ -114,9 +114,7 @@ class GroupServer:
         return self.client.should_commit(self._group_rank, step, yes, timeout=timeout)
 
     def leave(self, timeout: timedelta) -> None:
-        """Reports to the lighthouse that this group has ended its last step, and waits until no group needs
-        it.
-        """
+        """Reports the end of this group's last step, and waits until no group needs it."""
         _attribute(self.client, _OfClient, "_leave")(timeout)
 
     def close(self) -> None:
@@ -124,9 +122,7 @@ class GroupServer:
         _attribute(self.client, _OfClient, "shutdown")()
 
     def listen(self, about: Mapping[str, Callable[..., Any]]) -> None:
-        """Starts to receive notices about other members (:class:`FailureListener`). Upstream's client has
-        none.
-        """
+        """Starts to receive notices about members (:class:`FailureListener`). Upstream's client has none."""
 
     def join(self) -> None:
         """Blocks until no further notice is received; close the client first."""
@@ -138,9 +134,7 @@ class GroupServer:
         """Reports that a collective with these groups failed. With several, the failed one is not known."""
 
     def report(self, kind: str, **fields: Any) -> None:
-        """Reports something for logs, dashboard or metrics: the fields of a request of RankRequest in the
-        proto, beside the group rank.
-        """
+        """Reports the fields of a request of RankRequest in the proto, for logs, dashboard or metrics."""
 
 
 class _NativeServer(GroupServer):
@@ -201,9 +195,7 @@ def as_server(client: Any, group_rank: int) -> GroupServer:
 
 
 def _whole(result: Any) -> QuorumResult:
-    """A quorum's result with all fields. In a result of another class, fields that upstream lacks, and a
-    mock's, get their defaults.
-    """
+    """A quorum's result with all fields; those that another class, or a mock, lacks get their defaults."""
     if type(result) is QuorumResult:
         return result
     whole = QuorumResult()
@@ -249,9 +241,7 @@ class Transport:
         return _attribute(self.transport, _OfTransport, "abandon_receiving")(reason) is not False
 
     def shutdown(self, wait: bool) -> None:
-        """Shuts down the transport in use, and the one that was given first, which only the Manager may refer
-        to.
-        """
+        """Shuts down the transport in use, and the first one, which only the Manager may refer to."""
         for transport in {id(one): one for one in (self.transport, self._first)}.values():
             transport.shutdown(wait=wait)
 
@@ -301,16 +291,12 @@ class Peers:
         return _attribute(self.pg, _OfGroup, "connects_standby")
 
     def set_rank_info(self, replica_id: str, group_rank: int, group_world_size: int) -> None:
-        """Informs the process group which rank it belongs to, for its handle. Native handles do not contain
-        that.
-        """
+        """Tells the process group which rank it belongs to, for its handle; native handles have none."""
         number = global_rank(replica_id, group_rank, group_world_size)
         _attribute(self.pg, _OfGroup, "set_rank_info")(replica_id, group_rank, group_world_size, number)
 
     def announce_layout(self, digest: str, lines: str) -> None:
-        """Puts a description of what this rank reduces into the store of its handle; a native handle names
-        none.
-        """
+        """Describes in the store of the handle what this rank reduces; a native handle names none."""
         _attribute(self.pg, _OfGroup, "announce_layout")(digest, lines)
 
     def share_buffer(self, buffer: torch.Tensor) -> None:
@@ -318,21 +304,16 @@ class Peers:
         _attribute(self.pg, _OfGroup, "share_buffer")(buffer)
 
     def check_sparse(self, names: list[str]) -> None:
-        """Raises a ValueError if there are parameters with sparse gradients, and the process group takes no
-        sparse tensors.
-        """
+        """Raises a ValueError for parameters with sparse gradients, if the group takes no sparse tensors."""
         if names and not _attribute(self.pg, _OfGroup, "_reduces_sparse"):
             raise ValueError(
                 f"{type(self.pg).__name__} reduces dense tensors only, and the gradients of "
-                f"{', '.join(names)} are "
-                "sparse: pass sparse=False to their layers, or use ProcessGroupGloo"
+                f"{', '.join(names)} are sparse: pass sparse=False to their layers, or use ProcessGroupGloo"
             )
 
     def handle(self, announces: Iterable[tuple[str, str]] = ()) -> str:
-        """The reconfigure handle by which peers connect with this rank.
-
-        Args:
-            announces: what the handle announces (_agreement.py), beside what depends on the process group.
+        """The reconfigure handle by which peers connect with this rank. `announces`: what the handle
+        announces (_agreement.py), beside what depends on the process group.
         """
         own = (
             (AVERAGES, "1" if _attribute(self.pg, _OfGroup, "_averages") else ""),
@@ -389,11 +370,7 @@ class Peers:
         )
 
     def allreduce(self, tensor: torch.Tensor, op: AnyReduceOp, should_quantize: bool) -> dist._Work:
-        """Begins to reduce a tensor in place; with ``should_quantize`` 8-bit codes travel.
-
-        Raises:
-            ValueError: the tensor has no memory.
-        """
+        """Begins to reduce a tensor in place; ``should_quantize``: in 8 bits. ValueError: no memory."""
         if tensor.is_meta:
             refuse_meta(lambda: type(self.pg).__name__, "allreduce", tensor)
         if should_quantize:
@@ -408,16 +385,11 @@ class Peers:
 
 
 def as_peers(pg: dist.ProcessGroup) -> Peers:
-    """The peers that a process group connects with.
-
-    Raises:
-        ValueError: it cannot be rebuilt for other peers.
-    """
+    """The peers that a process group connects with. ValueError: it cannot be rebuilt for other peers."""
     if not supports_reconfigure(pg):
         raise ValueError(
             f"pg={type(pg).__name__}: this process group does not support reconfiguration, so it cannot "
-            "outlive "
-            "the failure of a peer; use one of torchft.process_group, or make a native one with "
+            "outlive the failure of a peer; use one of torchft.process_group, or make a native one with "
             "init_process_group(..., enable_reconfigure=True) (PyTorch >= 2.14)"
         )
     return Peers(pg)
@@ -443,9 +415,7 @@ _PYTORCHS_ORDER = getattr(dist._Work, "block_current_stream", None)  # PyTorch 2
 
 
 def work_kind(work: dist._Work) -> WorkKind:
-    """The abilities of a work, detected once for each class. The cache stays small: a process group has few
-    classes.
-    """
+    """The abilities of a work, found once for each class: a process group has few classes."""
     return _kind_of(type(work), hasattr(work, "block_current_stream"))
 
 

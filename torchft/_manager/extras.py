@@ -1,6 +1,4 @@
-"""What torchft's own wrappers (optimizers, DDP, LocalSGD, loaders) call on a Manager beyond its public
-methods.
-"""
+"""What torchft's own wrappers (optimizers, DDP, LocalSGD, loaders) call beyond the public methods."""
 
 from __future__ import annotations
 

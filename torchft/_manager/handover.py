@@ -66,11 +66,7 @@ class Connections(NamedTuple):
 
 def name_of(quorum_id: int, handles: Sequence[str]) -> str:
     """The name of the connection of a quorum's groups: equal in all of them, and different for other
-    processes.
-
-    Args:
-        quorum_id: id of the quorum.
-        handles: the handles of the groups, without announcements that change.
+    processes. `handles`: the handles of the groups, without announcements that change.
     """
     return hashlib.sha256("\n".join([str(quorum_id), *handles]).encode()).hexdigest()[:16]
 

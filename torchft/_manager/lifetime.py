@@ -43,9 +43,7 @@ class Life(NamedTuple):
         return cls(replica_id or "", settings.group_rank, settings.lighthouse_addr, store, here)
 
     def repeats(self, earlier: Life) -> bool:
-        """Whether this is the same rank of the same group. Groups without a name are told apart by their
-        stores.
-        """
+        """Whether this is the same rank of the same group; groups without a name differ by their stores."""
         if (self.replica_id, self.group_rank, self.lighthouse) != (
             earlier.replica_id,
             earlier.group_rank,
@@ -88,10 +86,8 @@ def earlier(life: Life) -> list[Any]:
         else:
             _logger.warning(
                 "another Manager of this group and rank runs in this process: %s, made on the thread %r. "
-                "Both are "
-                "members of the job, and each waits for the other one. Shut one of them down, or give each "
-                "group its "
-                "own replica_id",
+                "Both are members of the job, and each waits for the other one. Shut one of them down, or "
+                "give each group its own replica_id",
                 manager._logger.prefix(),
                 its.thread.name,
             )

@@ -37,10 +37,8 @@ _MISSING = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
 class JobStopped(SystemExit):
-    """The job stops, because the same exception would end it again and again. Its code is 65.
-
-    Args:
-        reason: which exception, in which groups and which step, and its traceback.
+    """The job stops, because the same exception would end it again and again. Its code is 65. `reason`: which
+    exception, in which groups and which step, and its traceback.
     """
 
     def __init__(self, reason: str) -> None:

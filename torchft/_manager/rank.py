@@ -80,9 +80,7 @@ class RankState:
 
 def kept_in(*places: str) -> Any:
     """An attribute of the Manager, under a name that other projects read and set, which its parts keep.
-
-    Args:
-        places: where it is kept, as paths from the Manager. It is read at the first, and set at all of them.
+    `places`: where it is kept, as paths from the Manager. It is read at the first, and set at all of them.
     """
 
     def write(manager: object, value: object) -> None:

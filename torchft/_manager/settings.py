@@ -147,10 +147,8 @@ def resolve(
     snapshots: Union[int, str, None] = None,
     snapshot_copies: Optional[int] = None,
 ) -> Settings:
-    """Takes settings that the caller left out from the environment, and checks all of them.
-
-    Raises:
-        ValueError: naming the setting, its value and what is allowed.
+    """Takes settings that the caller left out from the environment, and checks all of them. ValueError:
+    naming the setting, its value and what is allowed.
     """
     settings = Settings(
         group_rank=_int_setting("rank", rank, "RANK"),
@@ -250,9 +248,7 @@ def _on_divergence(given: Optional[str]) -> OnDivergence:
 
 
 def _heal(given: Optional[str], along: Optional[bool]) -> Optional[HealMode]:
-    """How groups heal; None: nothing is set. ``along`` and its variable are other names of in_passing and
-    at_once.
-    """
+    """How groups heal; None: nothing is set. ``along`` and its variable are other names of these."""
     if given is not None and along is not None:
         raise ValueError(
             f"heal={given!r} and heal_along={along}: these are two names of one setting, pass one of them"
@@ -297,9 +293,7 @@ def extract_trailing_digits(s: str) -> int:
 
 
 def global_rank(replica_id: str, group_rank: int, group_world_size: int) -> int:
-    """The global number of a rank. The group's number is taken from the end of the name in
-    ``{name}:{uuid}``.
-    """
+    """A rank's global number. The group's number is taken from the end of the name in ``{name}:{uuid}``."""
     return extract_trailing_digits(replica_id.split(":")[0]) * group_world_size + group_rank
 
 
@@ -325,8 +319,7 @@ def _check(settings: Settings) -> None:
     if not 0 <= settings.group_rank < settings.group_world_size:
         raise ValueError(
             f"rank={settings.group_rank} is outside its group: allowed are 0 to "
-            f"{settings.group_world_size - 1} "
-            f"(world_size={settings.group_world_size})"
+            f"{settings.group_world_size - 1} (world_size={settings.group_world_size})"
         )
     if settings.snapshot_copies and settings.snapshots in (None, 1):
         # The groups' parts must be of one step. While one group writes the copy of a step, another one may

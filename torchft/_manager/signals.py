@@ -44,10 +44,8 @@ def grace_from_env() -> timedelta:
 
 
 def leave_on_from_env() -> tuple[int, ...]:
-    """Returns the signals that drain a group by default, if its script calls ``draining()``.
-
-    Raises:
-        ValueError: one is unknown or cannot be handled, or TORCHFT_GRACE_S is malformed.
+    """Returns the signals that drain a group by default, if its script calls ``draining()``. ValueError: one
+    is unknown or cannot be handled, or TORCHFT_GRACE_S is malformed.
     """
     text = os.environ.get(LEAVE_ON_ENV, "")
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -55,19 +53,14 @@ def leave_on_from_env() -> tuple[int, ...]:
     if not allowed.keys() >= set(names):
         raise ValueError(
             f"{LEAVE_ON_ENV}={text!r} is not allowed; allowed: names of signals that can be handled, such "
-            "as SIGTERM, "
-            "separated by commas"
+            "as SIGTERM, separated by commas"
         )
     grace_from_env()  # checked now, so that a bad value fails at the start and not during training
     return tuple(allowed[name] for name in names)
 
 
 class DrainDeadline:
-    """The time by which a draining process must have ended. Times are arguments, in seconds.
-
-    Args:
-        grace: seconds from the first signal.
-    """
+    """The time by which a draining process must end. In seconds; `grace`: from the first signal."""
 
     def __init__(self, grace: float) -> None:
         self._grace = grace
@@ -141,8 +134,7 @@ class Signals:
         if not _on_main_thread():
             raise RuntimeError(
                 f"leave_on() was called on the thread {threading.current_thread().name!r}: Python lets only "
-                "the main "
-                "thread install handlers of signals; call it there"
+                "the main thread install handlers of signals; call it there"
             )
         if self not in _installed:
             _installed.append(self)
@@ -160,9 +152,7 @@ class Signals:
             self.install(numbers)
 
     def drain_request(self, log: Callable[[str], None]) -> bool:
-        """Whether the quorum request must carry this rank's request to drain. Logs it, because a handler must
-        not log.
-        """
+        """Whether the request must carry this rank's wish to drain. Logs it, as a handler must not."""
         if self.wanted and not self._logged:
             self._logged = True
             log("asked to leave by a signal: this group leaves at the end of a step")

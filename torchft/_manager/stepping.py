@@ -1,6 +1,4 @@
-"""The methods that a training loop calls during a step: a base class of the Manager, which begins and ends
-the steps.
-"""
+"""What a training loop calls during a step: a base class of the Manager, which begins and ends steps."""
 
 from __future__ import annotations
 
@@ -132,9 +130,7 @@ class Stepping:
         return self._current.participating_rank is not None and not self._current.healing
 
     def num_participants(self) -> int:
-        """The number of groups that participate in the step, 0 before the first. Waits for the quorum, if one
-        was requested.
-        """
+        """The number of groups in the step, 0 before the first. Waits for the quorum if one was requested."""
         if self._round is not None:
             self.wait_quorum()
         return self._current.participants

@@ -50,9 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _look(addresses: str | None) -> Mapping[str, Any]:
-    """The cluster as its leader sees it, or as the first lighthouse that answers does if the leader does not
-    answer.
-    """
+    """The cluster as its leader sees it or, if that does not answer, the first lighthouse that does."""
     status: Mapping[str, Any] = HttpLighthouse(addresses, DEFAULT_JOB).get("/cluster")
     if status["leader"] not in ("", status["self"]):
         with contextlib.suppress(Unanswered):

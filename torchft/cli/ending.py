@@ -26,8 +26,7 @@ def drain(arguments: Sequence[str]) -> int:
     parser = _parser(
         "drain",
         "Lets one replica group leave at the end of a step, without a loss for the others. Its script must "
-        "end when "
-        "Manager.draining() returns True, as in train_ddp.py.",
+        "end when Manager.draining() returns True, as in train_ddp.py.",
     )
     parser.add_argument(
         "--wait",
@@ -73,11 +72,7 @@ def _known(lighthouse: HttpLighthouse) -> list[str]:
 
 
 def meant(name: str, known: list[str]) -> str:
-    """The group that a name, or the beginning of one, identifies.
-
-    Raises:
-        Unanswered: no group matches, or several do.
-    """
+    """The group with a name, or its beginning. Unanswered: no group matches, or several do."""
     meant = [name] if name in known else [other for other in known if name and other.startswith(name)]
     if len(meant) != 1:
         why = f"begins {len(meant)} names" if meant else f"is no group{nearest(name, known)}"

@@ -1,6 +1,4 @@
-"""``torchft snapshots``: the copies of a job's state that each host holds in memory, and what it writes to
-disk.
-"""
+"""``torchft snapshots``: the copies of a job's state in each host's memory, and what it writes to disk."""
 
 from __future__ import annotations
 

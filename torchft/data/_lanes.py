@@ -104,9 +104,7 @@ class Lane:
 
 
 class _Recorded(Iterator[Task]):
-    """Tasks that can be given again until workers have begun. Not a generator, as the tasks may continue
-    after their end.
-    """
+    """Tasks that can be given again until workers have begun. No generator: tasks may follow their end."""
 
     def __init__(self, tasks: Iterator[Task]) -> None:
         self._tasks = tasks
@@ -144,11 +142,8 @@ class Lanes:
         self._turns = turns
 
     def expect(self, forecast: Callable[[], Iterator[Task]]) -> None:
-        """Sets the units that will be taken.
-
-        Args:
-            forecast: returns an iterator over them. All batches but the first have the same units, if there
-                is more than one lane.
+        """Sets the units that will be taken. `forecast`: returns an iterator over them. All batches but the
+        first have the same units, if there is more than one lane.
         """
         for number, lane in enumerate(self.lanes):
             tasks = forecast()
@@ -167,11 +162,7 @@ class Lanes:
             yield from own
 
     def take(self, key: Key) -> Any:
-        """Returns a unit of the forecast, each lane's in their order.
-
-        Raises:
-            ReadFailed: it could not be read.
-        """
+        """Returns a unit of the forecast, each lane's in their order. ReadFailed: it could not be read."""
         return self.lanes[self._lane_of(key)].prefetcher.take(key)
 
     def stop(self) -> None:
@@ -231,11 +222,7 @@ class _SeededIndices(list[int]):
 
 
 class Batches(Iterator[Any]):
-    """The batch sampler of PyTorch's DataLoader.
-
-    Args:
-        seed: see :func:`lanes_of_indices`.
-    """
+    """The batch sampler of PyTorch's DataLoader. `seed`: see :func:`lanes_of_indices`."""
 
     def __init__(self, seed: Optional[Seed] = None) -> None:
         self.tasks: Iterator[Task] = iter(())

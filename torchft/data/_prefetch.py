@@ -41,12 +41,9 @@ class ReadFailed(RuntimeError):
 
 
 class Prefetcher:
-    """Yields the units of one rank in the order of its forecast.
-
-    Args:
-        start: begins to read, given an iterator over tasks; returns an iterator over the units in the same
-            order. It may take many tasks before it returns the first unit. An iterator that has ended may
-            continue later.
+    """Yields the units of one rank in the order of its forecast. `start`: begins to read, given an iterator
+    over tasks; returns an iterator over the units in the same order. It may take many tasks before it returns
+    the first unit. An iterator that has ended may continue later.
     """
 
     def __init__(self, start: Callable[[Iterator[Task]], Iterator[Any]]) -> None:
@@ -91,11 +88,7 @@ class Prefetcher:
                 self._under_way[i] = None
 
     def take(self, key: Key) -> Any:
-        """Returns the next unit of the forecast, and waits until it has been read.
-
-        Raises:
-            ReadFailed: it could not be read.
-        """
+        """Returns the next unit of the forecast once it has been read. ReadFailed: it could not be read."""
         while key not in self._ready:
             self._receive(key)
         units = self._ready[key]
@@ -130,9 +123,7 @@ class Prefetcher:
             return
         except Exception as e:
             data = _Failed(e)  # raised when this unit is taken
-        except (
-            BaseException
-        ):  # Ctrl-C: the iterator may have lost a unit, and all later ones would have a wrong key
+        except BaseException:  # Ctrl-C: the iterator may have lost a unit: all later ones had a wrong key
             self._results = None
             self._under_way.clear()
             raise

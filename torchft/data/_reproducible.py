@@ -47,7 +47,6 @@ class ReproducibleSum:
     """The exact sums of one rank, and their scales, which continue from step to step.
 
     Args:
-        manager: the Manager of this rank.
         max_units: number of units of the largest batch.
         group: process group of the ranks of this replica group; None if it has a single rank.
 
@@ -74,11 +73,7 @@ class ReproducibleSum:
         return self._saved if self._total is None else self._total.state_dict()
 
     def load_state_dict(self, state: Optional[Mapping[str, Any]]) -> None:
-        """Takes over the scales of a peer or a checkpoint.
-
-        Raises:
-            ValueError: they belong to another model.
-        """
+        """Takes over the scales of a peer or a checkpoint. ValueError: they belong to another model."""
         self._saved = state
         if self._total is not None:
             assert self._new is not None
@@ -106,9 +101,7 @@ class ReproducibleSum:
 
     @contextlib.contextmanager
     def accumulate(self, models: tuple[Any, ...], counted: bool, last: bool) -> Iterator[None]:
-        """Surrounds the forward and backward pass of a unit; after the last unit of a pass, everything is
-        reduced.
-        """
+        """Surrounds forward and backward pass of a unit; the last one of a pass reduces everything."""
         total = self._of(models)
         if self._added == 0:
             self._outcome = None
@@ -129,15 +122,11 @@ class ReproducibleSum:
             self._outcome = self._agree(self._reduce(total))
 
     def repeats(self) -> bool:
-        """Whether another pass over the units follows. The result is the same on all ranks of all groups with
-        the same sum.
-        """
+        """Whether another pass over the units follows: the same on all ranks with the same sum."""
         return self._outcome is PassOutcome.REPEAT
 
     def verify(self, units: int) -> None:
-        """Raises an error unless the gradients are those of a batch with this many units. A heal must be
-        loaded before.
-        """
+        """Raises unless the gradients are those of this many units. A heal must be loaded before."""
         if self._error is not None:
             raise self._error
         if self._outcome is not PassOutcome.DONE or self._total is None:
@@ -195,8 +184,7 @@ class ReproducibleSum:
             return PassOutcome.REPEAT
         self._error = PassFailed(
             f"the gradients of the same units did not fit in {_MOST_PASSES} passes: they differ from pass "
-            "to pass; "
-            "random numbers (reproducible_rng=True) and kernels must be deterministic"
+            "to pass; random numbers (reproducible_rng=True) and kernels must be deterministic"
         )
         return PassOutcome.FAILED
 
@@ -232,7 +220,6 @@ def group_of_ranks(
     single rank.
 
     Args:
-        manager: of this rank.
         data_world_size, given: arguments of the loader.
         why: the reason for which integers are added, in errors.
 

@@ -131,9 +131,7 @@ class _Reduction:
 
 def _groups(module: Any) -> list[Any]:
     """FSDP2's records of the parameters that a module reduces together: one, or none without parameters.
-
-    Raises:
-        ValueError: this release of PyTorch does not have them.
+    ValueError: this release of PyTorch does not have them.
     """
     needed = "set_custom_reduce_scatter", "set_gradient_divide_factor", "set_force_sum_reduction_for_comms"
     for name in needed:

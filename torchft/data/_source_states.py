@@ -52,11 +52,7 @@ class Cadence:
         self._next = float("-inf")
 
     def due(self, now: float) -> bool:
-        """Whether a state is to be taken.
-
-        Args:
-            now: seconds of a monotonic clock.
-        """
+        """Whether a state is to be taken. `now`: seconds of a monotonic clock."""
         return now >= self._next
 
     def taken(self, begin: float, end: float, sources: int) -> None:
@@ -118,11 +114,7 @@ def save(state: Any) -> bytes:
 
 
 def load(state: bytes) -> Any:
-    """The state of :func:`save`.
-
-    Raises:
-        NotLoaded: it has other than plain values.
-    """
+    """The state of :func:`save`. NotLoaded: it has other than plain values."""
     allow_checkpoint_types()
     try:
         return torch.load(io.BytesIO(state), weights_only=True)

@@ -23,9 +23,7 @@ _SHOWN = 4  # indices of a unit shown in an error
 
 
 class UnitsSkipped(ValueError):
-    """The gradients lack units of the step, which is not committed because the samples of these units would
-    be lost.
-    """
+    """The gradients lack units of the step, which is not committed: their samples would be lost."""
 
 
 class StepEnded(RuntimeError):
@@ -154,8 +152,7 @@ class LoaderStep:
         if self._iterated:
             raise StepEnded(
                 f"{self._name} is iterated a second time: its units are read once; keep those that are "
-                "needed again, "
-                "as in `units = list(step)`"
+                "needed again, as in `units = list(step)`"
             )
         self._iterated = True
         return self._units()
@@ -191,9 +188,7 @@ class LoaderStep:
             )
 
     def _check_first(self, units: int) -> None:
-        """Checks the units before the last one is reduced: one that is accumulated later would miss the
-        reduction.
-        """
+        """Checks the units before the last one is reduced: a later one would miss the reduction."""
         try:
             self.check(units)
         except UnitsSkipped as e:
@@ -233,9 +228,7 @@ class LoaderStep:
         self.counted += counted
 
     def check(self, units: Optional[int] = None) -> None:
-        """Raises UnitsSkipped unless accumulate() was called for the first units of the step; default: for
-        all of them.
-        """
+        """Raises UnitsSkipped unless accumulate() was called for the first units; default: for all."""
         skipped = [
             place for place in range(len(self) if units is None else units) if place not in self._added
         ]
@@ -246,10 +239,7 @@ class LoaderStep:
         more = f", and {len(skipped) - 1} more of this rank," if len(skipped) > 1 else ""
         raise UnitsSkipped(
             f"unit {unit.number} of batch {self.position.batch} of epoch {self.position.epoch} (samples "
-            f"{some}){more} "
-            "did not go through accumulate(): the step is not committed, as the weights would lack those "
-            "samples. Each "
-            "unit of a step belongs into `with unit.accumulate(model)` before gradients are reduced. If one "
-            "must "
-            "not count, multiply its loss by 0"
+            f"{some}){more} did not go through accumulate(): the step is not committed, as the weights "
+            "would lack those samples. Each unit of a step belongs into `with unit.accumulate(model)` "
+            "before gradients are reduced. If one must not count, multiply its loss by 0"
         )

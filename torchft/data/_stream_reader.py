@@ -157,9 +157,7 @@ class StreamReader:
         return source
 
     def _open(self, number: int, first: int, saved: Optional[Saved]) -> tuple[Any, Iterator[Any]]:
-        """Opens a source before a block: with its state, with its ``skip``, or by reading. Returns its
-        dataset, and the samples.
-        """
+        """Opens a source before a block: by state, ``skip`` or reading. Returns its dataset, and samples."""
         data = self._shard(number)
         blocks = first
         if saved is not None and has_state(data) and self._load(data, saved):
@@ -225,11 +223,7 @@ def _set_epoch(data: Any, epoch: int) -> None:
 
 
 class Collate:
-    """The collate function of a :class:`StreamReader`.
-
-    Args:
-        collate: of the samples.
-    """
+    """The collate function of a :class:`StreamReader`. `collate`: of the samples."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -247,11 +241,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def shards_of(dataset: Any) -> Optional[int]:
-    """The largest number of shards into which a stream can be cut; None: any number.
-
-    Raises:
-        TypeError: it can be read once only.
-    """
+    """The most shards that a stream can be cut into; None: any number. TypeError: it is read once only."""
     if isinstance(dataset, Iterator):
         raise TypeError(
             f"dataset is a {type(dataset).__name__}, an iterator, which can be read once: a group that takes "

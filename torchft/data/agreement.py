@@ -81,7 +81,5 @@ def judge(sums: Sequence[int], digest: str, *, participants: int, leads: bool, h
 
 
 def step_to_announce(step: int, verdict: Verdict) -> int:
-    """The step that a group announces for the next quorum. A group that must heal announces a smaller
-    one than its peers.
-    """
+    """The step that a group announces for the next quorum; a smaller one if it must heal."""
     return step - 1 if verdict is Verdict.GIVES_WAY else step

@@ -102,9 +102,7 @@ _SCATTERED = 2**22
 
 
 class ScalesDiffer(RuntimeError):
-    """The units of a reduction were turned into integers at different scales: the step must not be
-    committed.
-    """
+    """Units of a reduction became integers at different scales: the step must not be committed."""
 
 
 class ExactSum:
@@ -164,16 +162,12 @@ class ExactSum:
 
     @property
     def buffers(self) -> list[torch.Tensor]:
-        """Flat int64 tensors, at most two for each device; to be reduced over the groups in place, with
-        SUM.
-        """
+        """Flat int64 tensors, at most two a device; to be reduced over the groups in place, with SUM."""
         return [part.buffer for part in self._parts]
 
     @property
     def in_group(self) -> list[torch.Tensor]:
-        """The parts of :attr:`buffers` that are first to be reduced over the ranks of the group: all but the
-        values of shards.
-        """
+        """The parts of :attr:`buffers` to be reduced first over the ranks of the group: all but shards."""
         return [*(part.buffer for part in self._whole), *(part.head for part in self._sharded)]
 
     def begin(self) -> None:
@@ -186,8 +180,7 @@ class ExactSum:
         if now != self._names:
             raise RuntimeError(
                 f"requires_grad has changed of {', '.join(sorted(now ^ self._names))} since this sum was "
-                "made: "
-                "freeze and unfreeze parameters before"
+                "made: freeze and unfreeze parameters before"
             )
         for part in self._parts:
             part.begin(self._attempt)
@@ -318,25 +311,21 @@ class ExactSum:
         if set(exponents) != self._names:
             raise ValueError(
                 "the saved scales are of other parameters: missing are "
-                f"{sorted(self._names - set(exponents))}, "
-                f"unknown are {sorted(set(exponents) - self._names)}"
+                f"{sorted(self._names - set(exponents))}, unknown are {sorted(set(exponents) - self._names)}"
             )
         allowed = range(FINEST, FINEST + _GRID * self._num_scales, _GRID)
         for name, exponent in exponents.items():
             if exponent not in allowed:
                 raise ValueError(
                     f"the exponent of {name} is {exponent!r}: allowed are {allowed[0]} to {allowed[-1]} in "
-                    "steps of "
-                    f"{_GRID}"
+                    f"steps of {_GRID}"
                 )
         self._committed = {name: allowed.index(exponent) for name, exponent in exponents.items()}
         self._attempt = dict(self._committed)
 
 
 class _Found:
-    """Contents of the sum of one part: scales that were used and asked for, and gradients that exist and are
-    finite.
-    """
+    """One part's sum: scales used and asked for, gradients that exist and are finite."""
 
     def __init__(self, names: Sequence[str], counts: torch.Tensor, units: int) -> None:
         self.units = units
@@ -347,9 +336,8 @@ class _Found:
             which = [name for name, differs in zip(names, differ.tolist()) if differs]
             raise ScalesDiffer(
                 f"the gradients of {len(which)} parameters were summed at different scales, first "
-                f"{which[0]}: a rank "
-                "has not abandoned a failed step, or was started with other state; the step must not be "
-                "committed"
+                f"{which[0]}: a rank has not abandoned a failed step, or was started with other state; the "
+                "step must not be committed"
             )
         used = scales // max(1, units)
         numbers = torch.arange(counts.shape[1] - _ASKED)

@@ -199,9 +199,7 @@ class ElasticDataLoader:
 
     @property
     def settings(self) -> list[str]:
-        """The settings that must be equal in all groups, one per line; otherwise gradients have no common
-        mean.
-        """
+        """The settings that must be equal in all groups, one per line: else gradients have no common mean."""
         return [
             *(
                 f"{name}={value}"
@@ -273,8 +271,7 @@ class ElasticDataLoader:
         if state_dict.get(_OF_NO_STEP):
             raise ValueError(
                 "the checkpoint was saved while its group healed in passing; its weights are of no step: "
-                "use another "
-                "one, and save only after a step that was committed (`if step.committed`)"
+                "use another one, and save only after a step that was committed (`if step.committed`)"
             )
         position = self._plan.load(state_dict)
         if "samples" in state_dict:
@@ -288,11 +285,7 @@ class ElasticDataLoader:
             self._states_loaded = True
 
     def __len__(self) -> int:
-        """The number of steps of the whole job.
-
-        Raises:
-            TypeError: the dataset is a stream, whose length is not known.
-        """
+        """The number of steps of the whole job. TypeError: the dataset is a stream, of unknown length."""
         if self._stream is not None:
             raise TypeError("the dataset is a stream: its number of steps is not known before its end")
         return self._plan.batches_per_epoch * self._plan.epochs
@@ -428,10 +421,8 @@ class ElasticDataLoader:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"timed out after {manager._quorum_timeout.total_seconds():g} s: the job is at its end, "
-                    "and "
-                    f"of {plan.replica_world_size} groups {plan.num_up_to_date} are up to date; the others "
-                    "have not "
-                    "healed to it"
+                    f"and of {plan.replica_world_size} groups {plan.num_up_to_date} are up to date; the "
+                    "others have not healed to it"
                 )
             manager._pass_step()
         if self._exact is not None:
@@ -478,10 +469,8 @@ class ElasticDataLoader:
             raise PositionDiffers(
                 f"the groups began at different positions: this rank was at batch {before.batch} of epoch "
                 f"{before.epoch}, and took over batch {now.batch} of epoch {now.epoch}; other ranks of this "
-                "group may "
-                "have taken over another one. Restore all groups from checkpoints of one step, and load the "
-                "Manager's "
-                "state_dict, too"
+                "group may have taken over another one. Restore all groups from checkpoints of one step, "
+                "and load the Manager's state_dict, too"
             )
 
     def _end(self) -> NoReturn:
@@ -521,9 +510,7 @@ class ElasticDataLoader:
         self._local_steps = local_steps
 
     def send_samples(self) -> int:
-        """Begins a comparison of the groups' samples. Returns this rank's samples that the reduction
-        contains.
-        """
+        """Begins to compare the groups' samples. Returns this rank's samples that the reduction contains."""
         if self._local_steps is not None:
             return self._account.send()
         if self._step is None:
@@ -558,9 +545,7 @@ class ElasticDataLoader:
         logger.log(level, "%s: inner steps so far: %s", where, self._account)
 
     def _next_inner(self, local_steps: LocalSteps) -> LoaderStep:
-        """Begins an inner step. The batch is divided among the groups of the last quorum; no quorum is
-        requested.
-        """
+        """Begins an inner step: the groups of the last quorum share the batch; no quorum is requested."""
         manager = self._manager
         if not local_steps.entered:
             raise RuntimeError(f"steps are taken inside of `with {type(local_steps).__name__}(...)` only")
@@ -589,9 +574,7 @@ class ElasticDataLoader:
     # Reading
 
     def _expect(self, membership: Membership, share: RankShare) -> None:
-        """Makes the DataLoader read the units of this step and the next ones, unless it reads those
-        already.
-        """
+        """Makes the DataLoader read the units of this step and the next ones, unless it does already."""
         if self._states_loaded:
             self._states_loaded = False
             self._stop_reading()

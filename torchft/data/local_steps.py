@@ -71,9 +71,7 @@ class Account:
         return {"committed": self.committed, "lost": self.lost, "open": self.open}
 
     def load(self, state: Mapping[str, int]) -> None:
-        """Takes over the account of a peer together with its weights, which contain none of this rank's own
-        samples.
-        """
+        """Takes over a peer's account with its weights, which contain none of this rank's own samples."""
         self.committed, self.lost, self.open = state["committed"], state["lost"], state["open"]
         self.own = 0
         if self._sent is not None:

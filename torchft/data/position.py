@@ -94,8 +94,7 @@ class RankShare:
         if counted != self.expected:
             raise SamplesDiffer(
                 f"batch {self.position.batch} of epoch {self.position.epoch}: {counted} samples were "
-                "reduced, "
-                f"{self.expected} belong to it; the step must not be committed"
+                f"reduced, {self.expected} belong to it; the step must not be committed"
             )
 
 
@@ -151,8 +150,7 @@ class DataPlan:
         if self.global_batch_size % self.micro_batch_size:
             raise ValueError(
                 f"global_batch_size is {self.global_batch_size}: allowed are multiples of micro_batch_size, "
-                "which is "
-                f"{self.micro_batch_size}"
+                f"which is {self.micro_batch_size}"
             )
 
     # Positions
@@ -224,8 +222,7 @@ class DataPlan:
         if not (0 <= position.epoch < self.epochs and 0 <= position.batch < self.batches_per_epoch):
             raise PositionDiffers(
                 f"there is no batch {position.batch} in epoch {position.epoch}: there are {self.epochs} "
-                "epochs of "
-                f"{self.batches_per_epoch} batches, from 0"
+                f"epochs of {self.batches_per_epoch} batches, from 0"
             )
 
     # Units

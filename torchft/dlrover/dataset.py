@@ -1,6 +1,4 @@
-"""A dataset whose next sample depends on the participating groups: indices follow ElasticDataLoader's
-position.
-"""
+"""A dataset whose next sample depends on the participating groups, as ElasticDataLoader's position does."""
 
 from __future__ import annotations
 
@@ -109,9 +107,7 @@ class ElasticDataset(Dataset, ABC):
         return self.num_samples() if self.data_shard_service is None else sys.maxsize
 
     def __getitem__(self, index: int) -> Any:
-        """Returns the sample with this index. With a service, the index is ignored, and the service's
-        next index is used.
-        """
+        """Returns the sample with this index; with a service, that of the service's next index."""
         if self.data_shard_service is not None:
             index = self.data_shard_service.fetch_record_index()
         return self.read_sample(index)

@@ -84,9 +84,7 @@ class DistributedOptimizer(WrappedOptimizer):
             _from_env(MAX_WORKER_NUM_ENV)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Before the first pass of a step: begins the step and clears the gradients. Before other passes it
-        does nothing.
-        """
+        """Begins the step and clears the gradients, before its first pass; before others it does nothing."""
         if self._passes:
             return
         if self._manager is not None:
@@ -101,9 +99,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self.optim.zero_grad(set_to_none)
 
     def step(self, closure: Optional[object] = None, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Call it after each backward pass. In the last pass of a step it reduces the gradients and steps the
-        optimizer.
-        """
+        """Call it after each backward pass. The last one of a step reduces the gradients and steps."""
         if closure is not None:
             raise ValueError("closure: step() takes none, since it would compute a part of the batch again")
         self._passes += 1

@@ -189,9 +189,7 @@ class TorchRendezvousService:
             self.set_state()  # the round ended before this node learned of it
 
     def close(self, finished: bool = True) -> None:
-        """Leaves the group. ``finished`` closes the rendezvous, so that no round follows. A second
-        call does nothing.
-        """
+        """Leaves the group. ``finished`` closes the rendezvous: no round follows. May be called twice."""
         self._maker.check()
         if self._ended.is_set():
             return
@@ -419,9 +417,7 @@ class LighthouseRendezvousHandler(RendezvousHandler):
                 logger.warning("rendezvous: %s; asking again", missed)
 
     def _meet(self, released: RendezvousRound) -> RendezvousInfo:
-        """Waits until all nodes of a round are connected to its store: one of them may have ended since the
-        release.
-        """
+        """Waits until all nodes of a round are connected to its store: one may have ended since."""
         store: dist.Store = self._own_store
         if released.rank:
             host, _, port = released.store.rpartition(":")

@@ -96,11 +96,7 @@ class _Kept:
 def _take_over(
     request: dict[str, Any], descriptors: list[int], connection: socket.socket, tell: int
 ) -> _Kept:
-    """Takes over what a program inherits.
-
-    Raises:
-        OSError: this process may not.
-    """
+    """Takes over what a program inherits. OSError: this process may not."""
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _ABOVE) for descriptor in [*descriptors, tell]]
     kept = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, _ABOVE)
     for descriptor in [*descriptors, tell]:

@@ -45,11 +45,7 @@ class _Lighthouse:
             return _LISTENS in log.read()
 
     def look(self, now: float) -> None:
-        """Restarts it if it has ended.
-
-        Raises:
-            LaunchError: it has ended several times before it listened.
-        """
+        """Restarts it if it has ended. LaunchError: it has ended several times before it listened."""
         if self._restart_at is None and (status := self._process.poll()) is not None:
             self._fruitless = 0 if self.listens() else self._fruitless + 1
             delay = restart_delay(self._fruitless)

@@ -62,9 +62,7 @@ class ReadyProcess:
         return self._process.pid
 
     def agent(self, args: list[str], log: Path, env: Mapping[str, str]) -> protocol.Forked | None:
-        """Starts torchrun in a new session; its output is appended to `log`. None: it cannot be forked, which
-        is said once.
-        """
+        """Starts torchrun in a new session, which appends to `log`. None: it cannot be forked, said once."""
         self.begin()
         with open(os.devnull, "rb") as nothing, log.open("ab") as output:
             given = {0: nothing.fileno(), 1: output.fileno(), 2: output.fileno()}

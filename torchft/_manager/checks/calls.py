@@ -74,7 +74,6 @@ class Calls:
     Args:
         check_peers: raises an error if a peer is known to have failed.
         rank_state: has the timeout of waiting for a call of the other group.
-        logger: the Manager's logger.
 
     Attributes:
         differs: why this group has to end; None: its calls do not differ.
@@ -95,11 +94,8 @@ class Calls:
         self._judge: Optional[tuple[str, Store]] = None
 
     def begin(self, plan: Plan, new_here: bool) -> None:
-        """Begins the comparison of calls with the groups of a plan, once they are connected.
-
-        Args:
-            plan: the plan of this rank.
-            new_here: whether this group has committed no step since its process began.
+        """Begins the comparison of calls with the groups of a plan, once they are connected. `new_here`:
+        whether this group has committed no step since its process began.
         """
         self.step, self._judge = "", None
         stores = [Handle.decode(h).store if announced(h, CALLS) else "" for h in plan.handles]
@@ -146,11 +142,7 @@ class Calls:
             raise self.differs
 
     def end(self, lost: bool) -> None:
-        """Ends the list of this step's calls.
-
-        Args:
-            lost: whether this rank votes against the step, so that calls may be missing.
-        """
+        """Ends the list of this step's calls. `lost`: this rank votes no, so that calls may be missing."""
         if self.step:
             self._list(_LOST if lost else _END)
         self.step, self._judge = "", None

@@ -18,9 +18,7 @@ def claim_device(store: Store, replica_id: str, group_rank: int) -> None:
     devices, by CUDA_VISIBLE_DEVICES, and two numbers may be one: devices are compared by their UUIDs.
 
     Args:
-        store: the store of the group
         replica_id: replica id of the group, with its incarnation
-        group_rank: the rank
 
     Raises:
         ValueError: another rank of the group uses the device, for example because the host has fewer devices
@@ -41,8 +39,6 @@ def claim_device(store: Store, replica_id: str, group_rank: int) -> None:
     if first != mine:
         raise ValueError(
             f"two ranks of the group use one device, {uuid}: {first}, and {mine}. Start at most as many "
-            "ranks on a "
-            "host as it has devices, and let each rank set its own, as torch.cuda.set_device(LOCAL_RANK) "
-            "does; "
-            f"{_SHARED_ENV}=1 allows it"
+            "ranks on a host as it has devices, and let each rank set its own, as "
+            f"torch.cuda.set_device(LOCAL_RANK) does; {_SHARED_ENV}=1 allows it"
         )

@@ -101,9 +101,7 @@ class Sweep:
         self._ends = list(accumulate((-(-size // WORD) for size in sizes), initial=0))
 
     def spans(self, step: int) -> list[Span]:
-        """The spans that a step digests. The parts of a sweep cover each byte once; their sizes differ by at
-        most a word.
-        """
+        """The spans that a step digests: those of a sweep cover each byte once, in about equal parts."""
         words, part = self._ends[-1], step % self.commits
         begin, end = words * part // self.commits, words * (part + 1) // self.commits
         spans = []
@@ -211,8 +209,6 @@ def acts(action: OnDivergence, difference: Difference, rank: int, groups: int) -
     Args:
         action: the setting of the group.
         difference: the difference found.
-        rank: replica rank of the group.
-        groups: number of groups in the quorum.
     """
     if rank not in difference.diverged or action is OnDivergence.REPORT:
         return False

@@ -42,10 +42,8 @@ Read = Callable[[str, str], Optional[list[str]]]
 
 
 class LayoutDiffers(ValueError):
-    """Another group reduces different tensors, or trains on different data.
-
-    Attributes:
-        must_end: whether this group has to change, so that its process must end.
+    """Another group reduces different tensors, or trains on different data. `must_end`: whether this group
+    has to change, so that its process must end.
     """
 
     def __init__(self, message: str, must_end: bool) -> None:
@@ -185,7 +183,6 @@ def check_layouts(plan: Plan, ours: Optional[Sequence[str]], *, new_here: bool, 
     no step yet. Without handles it is this group, if it joins: the others cannot compare.
 
     Args:
-        plan: the plan of this rank.
         ours: lines, None if nothing was registered.
         new_here: whether this group has committed no step since its process began.
         read: reads the lines of another group.

@@ -61,9 +61,7 @@ class Loader(Protocol):
 
     @property
     def digest(self) -> str:
-        """A digest of 64 bits, in hex, of the stamp and the state of the sums, which must be equal in all
-        groups.
-        """
+        """A digest of 64 bits, in hex, of stamp and sums, which must be equal in all groups."""
         ...
 
     @property
@@ -87,9 +85,7 @@ class Loader(Protocol):
         ...
 
     def samples_averaged(self, counted: int) -> None:
-        """Notes the number of samples in an average of LocalSGD or DiLoCo, before the average is
-        committed.
-        """
+        """Notes the number of samples in an average of LocalSGD or DiLoCo, before that is committed."""
         ...
 
     def steps_by_itself(self, local_steps: LocalSteps) -> None:
@@ -115,12 +111,7 @@ class BatchDiffers(RuntimeError):
 
 class BatchCheck:
     """Compares the batches on which the groups of a quorum train: in its first step, and while a group heals.
-
-    Args:
-        loader: the loader of this rank.
-
-    Attributes:
-        verdict: result of the last comparison, for this group.
+    `verdict`: result of the last comparison, for this group.
     """
 
     verdict = Verdict.ALIKE
@@ -136,10 +127,7 @@ class BatchCheck:
     def reduces(self, step: Step) -> bool:
         """Checks, before a tensor is reduced that may hold gradients, that the units of this rank are
         complete: in every step, because peers compare sample counts in the first step of a quorum only.
-        Returns False before the first unit.
-
-        Raises:
-            UnitsSkipped: this rank has left out some of its units.
+        Returns False before the first unit. UnitsSkipped: this rank has left out some of its units.
         """
         if self._whole is not step and self._loader.units_added():
             self._whole = step
@@ -157,18 +145,14 @@ class BatchCheck:
         return self._checked != plan.quorum_id or plan.num_up_to_date < plan.replica_world_size
 
     def words(self, step: Step, plan: Plan, device: torch.device) -> torch.Tensor:
-        """The values that this rank adds to the reduction. In a group that does not participate, the Manager
-        sends zeros.
-        """
+        """The values that this rank adds to the reduction; zeros if its group does not participate."""
         self._checked, self._compared = plan.quorum_id, step
         return torch.tensor(
             entry(self._loader.send_samples(), self._loader.digest), dtype=torch.int64, device=device
         )
 
     def begun(self, sums: torch.Tensor, work: Optional[_ManagedWork]) -> None:
-        """Notes a reduction that was begun. ``work`` is None if that failed; the step has failed then,
-        too.
-        """
+        """Notes a reduction that was begun. ``work`` is None if that, and so the step, has failed."""
         self._sums, self._work = (sums, work) if work is not None else (None, None)
 
     def verify(self, step: Step) -> None:
@@ -207,15 +191,13 @@ class BatchCheck:
         if self.verdict is Verdict.INCOMPLETE:
             raise BatchDiffers(
                 f"the sum lacks some of the {step.participants} groups that take part: one that could not "
-                "heal before "
-                "the step adds nothing"
+                "heal before the step adds nothing"
             )
         if self.verdict is not Verdict.ALIKE:
             here = self._loader.stamp
             raise BatchDiffers(
                 f"the {step.participants} groups that take part do not train on the same batch: this one is "
-                "at batch "
-                f"{here.batch} of epoch {here.epoch}, with {', '.join(self._loader.settings)}"
+                f"at batch {here.batch} of epoch {here.epoch}, with {', '.join(self._loader.settings)}"
             )
         self._expect(counted[0], step.participants)
 
@@ -260,7 +242,6 @@ class Data:
     Args:
         layout: announces the settings that must be equal in all groups.
         planner: its ``heal_first`` is set when a loader, LocalSGD or DiLoCo is attached.
-        settings: the Manager's settings.
         init_sync: the Manager's argument of that name.
 
     Attributes:
@@ -288,7 +269,6 @@ class Data:
         samples.
 
         Args:
-            loader: the loader of this rank.
             begun: whether the first step has begun.
 
         Raises:
@@ -305,16 +285,12 @@ class Data:
         self._layout.add(NAME, [*loader.settings, f"reproducible_reduction={self._reproducible}"])
 
     def attach_local_steps(self, local_steps: LocalSteps) -> None:
-        """For LocalSGD and DiLoCo: each group trains alone between two steps of the Manager, which average
-        weights.
-        """
+        """For LocalSGD and DiLoCo: groups train alone between steps of the Manager, which average weights."""
         self._local_steps = local_steps
         self._choose_check()
 
     def _choose_check(self) -> None:
-        """Chooses the comparison: gradients are added, or weights are averaged. Loader and LocalSGD may be
-        attached in either order.
-        """
+        """Chooses the comparison: of gradients or of weights. Loader and LocalSGD attach in either order."""
         self._planner.heal_first = self._init_sync
         self.averages_weights, self.has_loader = self._local_steps is not None, self._loader is not None
         self.adds_gradients = self.has_loader and not self.averages_weights
@@ -355,9 +331,8 @@ class Data:
         if self._reproducible and (tensor.is_floating_point() or tensor.is_complex()):
             raise ValueError(
                 f"reproducible_reduction=True: a sum of {tensor.dtype} has other bits with other groups. "
-                "Gradients are "
-                "reduced by unit.accumulate(model); give it all models, and reduce what is for logs after "
-                "the step"
+                "Gradients are reduced by unit.accumulate(model); give it all models, and reduce what is "
+                "for logs after the step"
             )
 
     # In a step

@@ -56,10 +56,8 @@ _SHOWN = 3  # tensors named in a message
 
 
 class Diverged(RuntimeError):
-    """The weights or the optimizer state of this group differ from those of the others.
-
-    Attributes:
-        gives_way: whether this group heals; otherwise it is evicted.
+    """The weights or the optimizer state of this group differ from those of the others. `gives_way`: whether
+    this group heals; otherwise it is evicted.
     """
 
     def __init__(self, message: str, gives_way: bool) -> None:
@@ -76,9 +74,7 @@ class Part(NamedTuple):
 
 class RegisteredState:
     """The parameters and optimizer state that must be equal in all groups, in the same order in each.
-
-    Attributes:
-        optimizers: the optimizers whose parameters and state are compared.
+    `optimizers`: the optimizers whose parameters and state are compared.
     """
 
     def __init__(self) -> None:
@@ -145,9 +141,7 @@ def _read(optimizer: Optimizer, parameter: torch.Tensor, key: Any) -> Any:
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    """The bytes to digest: a tensor's local shard, a number as float64, nothing for a value that no longer
-    exists.
-    """
+    """The bytes to digest: of a tensor's local shard, of a number as float64, none for a lost value."""
     if isinstance(value, torch.Tensor):
         return memory_of(value) if value.layout == torch.strided else memory_of(torch.empty(0))
     return memory_of(torch.tensor(float(value), dtype=torch.float64) if value is not None else torch.empty(0))
@@ -179,11 +173,8 @@ class Digests(NamedTuple):
 
 
 class Digester:
-    """Computes the digests of a part of the state in each step.
-
-    Args:
-        state: the state of this rank.
-        setting: commits in a sweep; None: chosen by the size of the state.
+    """Computes the digests of a part of the state in each step. `setting`: commits in a sweep; None: chosen
+    by the size of the state.
     """
 
     def __init__(self, state: RegisteredState, setting: Optional[int]) -> None:
@@ -258,7 +249,6 @@ class Replicas:
         counted: adds to a counter of the manager server, by name.
         rank_state: has the timeout of waiting for a device.
         errors: takes the error if this group loses a step.
-        logger: the Manager's logger.
 
     Attributes:
         state: the values that are compared.
@@ -299,10 +289,8 @@ class Replicas:
 
     def announces(self, averages: bool) -> str:
         """The announcement to other groups, fixed at the first quorum; empty: this group compares nothing.
-
-        Args:
-            averages: whether groups train on their own between two steps (LocalSGD, DiLoCo), so that their
-                weights differ.
+        `averages`: whether groups train on their own between two steps (LocalSGD, DiLoCo), so that their
+        weights differ.
         """
         if self.announced is None:
             compares = self.state and not self._off and not averages
@@ -337,7 +325,6 @@ class Replicas:
 
         Args:
             step: the attempt, whose quorum is known.
-            number: step number.
             device: device of the tensors that the step reduces.
         """
         plan = step.plan
@@ -363,9 +350,7 @@ class Replicas:
         return self._active == (plan.quorum_id, True)
 
     def _table(self, plan: Plan, number: int, device: torch.device) -> torch.Tensor:
-        """The message: a row per group. This group fills in its own; the reduction, a sum, adds the others'
-        rows.
-        """
+        """The message: a row per group. This group fills in its own; the reduction adds the others'."""
         steps = range(number - self._every, number)
         entries = (
             {} if self._stale else {i: self._entries[s] for i, s in enumerate(steps) if s in self._entries}
@@ -434,9 +419,7 @@ class Replicas:
             )
 
     def _digest(self, step: Step, number: int) -> None:
-        """Digests this step's part of the state. An error switches the comparison off; training is not
-        affected.
-        """
+        """Digests this step's part of the state. An error switches the comparison off, not training."""
         if self._stale or (self._last is not None and number not in (self._last, self._last + 1)):
             self._forget()  # a peer's state or a checkpoint was loaded
         if (

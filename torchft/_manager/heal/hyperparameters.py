@@ -65,9 +65,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def changed(before: Groups, after: Groups) -> Groups:
-    """Returns the values of ``after`` that differ from ``before``. Tensors, which change in place, never
-    do.
-    """
+    """The values of ``after`` that differ from ``before``; never tensors, which change in place."""
     return [
         [
             {
@@ -83,11 +81,7 @@ def changed(before: Groups, after: Groups) -> Groups:
 
 @torch.no_grad()
 def write(optimizers: Sequence[Optimizer], given: Groups) -> None:
-    """Sets hyperparameters, as :func:`read` returns them.
-
-    Raises:
-        ValueError: the source has other optimizers, or other parameter groups.
-    """
+    """Sets hyperparameters of :func:`read`. ValueError: the source has other optimizers or groups."""
     own = _all(optimizers)
     here, there = [len(one.param_groups) for one in own], [len(groups) for groups in given]
     if here != there:

@@ -51,13 +51,7 @@ class Fetch(Enum):
 
 
 class Obstacles:
-    """The reasons why groups of this job do not train along while the state of one of them arrives.
-
-    Args:
-        transport: moves the state.
-        layout: the tensors that this rank reduces.
-        data: the loader of this rank.
-    """
+    """The reasons why groups of this job do not train along while the state of one of them arrives."""
 
     def __init__(self, transport: Transport, layout: Layout, data: Data) -> None:
         self._transport = transport
@@ -95,7 +89,6 @@ class InPassing:
         refuses: returns why a group cannot train along while it heals; None if it can.
         ranks: the ranks of this group, which all end a heal in the same step.
         timeout: seconds without any data after which a request fails.
-        logger: the Manager's logger.
         chooses: whether a state is transferred at once if that loses less time (mode.py).
         min_replica_size: fewest groups that may commit a step.
 
@@ -152,10 +145,8 @@ class InPassing:
 
     def why_not(self, groups: Optional[int] = None) -> Optional[str]:
         """Returns why this group heals at once, as far as that is known before a heal; None: it may heal in
-        passing. Called on the training thread first, in each step.
-
-        Args:
-            groups: number of groups that have the state; None: not known yet.
+        passing. Called on the training thread first, in each step. `groups`: number of groups that have the
+        state; None: not known yet.
         """
         reason = self._refuses()
         if reason is not None or not self._chooses:
@@ -171,9 +162,7 @@ class InPassing:
         return self._unsupported or why_at_once(self._nbytes, groups)
 
     def prepare(self) -> None:
-        """Prepares the optimizers before this group requests its first quorum: later, all groups would wait
-        for it.
-        """
+        """Prepares the optimizers before the first quorum: later, all groups would wait for it."""
         self._prepared = None
         if self.why_not() is not None:
             return
@@ -232,7 +221,6 @@ class InPassing:
         """Offers the state of a step in parts.
 
         Args:
-            plan: the plan of the quorum.
             whole: offers the whole state, on another thread; called if a target requests it.
 
         Returns:
@@ -316,9 +304,7 @@ class InPassing:
 
     def has(self, number: int, key: str) -> torch.UntypedStorage:
         """The memory of a parameter, or of a tensor of its optimizer state, that has arrived in passing.
-
-        Raises:
-            KeyError: there is none of this name.
+        KeyError: there is none of this name.
         """
         target = self._target
         if target is None:

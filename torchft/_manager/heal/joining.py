@@ -68,7 +68,6 @@ class Target:
         locate: given the address of a group's manager server, returns where the same rank of that group
             offers its state.
         timeout: seconds without any data after which a request fails.
-        logger: the Manager's logger.
 
     Attributes:
         wrote: whether the heal has changed weights.
@@ -119,9 +118,7 @@ class Target:
         self._thread = DeviceThread(target=self._run, name="torchft_heal_along")
 
     def quorum(self, plan: Plan, together: bool) -> None:
-        """Takes over a quorum in which this group heals, see :meth:`Heal.quorum`. Applies the kept
-        gradient.
-        """
+        """Takes over a quorum in which this group heals (:meth:`Heal.quorum`) with the kept gradient."""
         with self._cond:
             before, self._plan = self._plan, plan
             if self._request is not None:
@@ -181,14 +178,11 @@ class Target:
             return None
         return (
             f"that loses {figures.lost_at_once:.1f} s of all groups together, and the rest in parts would "
-            "lose "
-            f"{figures.lost_in_passing:.1f} s"
+            f"lose {figures.lost_in_passing:.1f} s"
         )
 
     def peer_failed(self, quorum_id: int, replica_id: str) -> None:
-        """A group of a quorum has failed. If it is this group's source, nothing waits for it; the next quorum
-        names another source.
-        """
+        """A group of a quorum has failed. If it is the source, nothing waits until another one is named."""
         with self._cond:
             plan = self._plan
             if plan is None or plan.source is None or self._over:
@@ -289,9 +283,7 @@ class Target:
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
-        """Takes the lock, and orders the work of other threads on the device behind that of the training
-        thread.
-        """
+        """Takes the lock, and orders device work of other threads behind that of the training thread."""
         with self._cond:
             try:
                 yield

@@ -90,11 +90,7 @@ class Figures(NamedTuple):
 
 
 class Measured:
-    """Measures a heal in passing. Times are in seconds, of any monotonic clock.
-
-    Args:
-        rest: see :class:`Figures`.
-    """
+    """Measures a heal in passing, in seconds of any monotonic clock. `rest`: see :class:`Figures`."""
 
     def __init__(self, rest: int = 0) -> None:
         self._rest = rest

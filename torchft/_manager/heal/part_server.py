@@ -1,6 +1,4 @@
-"""The source of a heal in passing: gives parts of its state to groups that train along meanwhile. See
-in_passing.py.
-"""
+"""The source of a heal in passing: gives parts of its state to groups that train along (in_passing.py)."""
 
 from __future__ import annotations
 
@@ -19,11 +17,8 @@ if TYPE_CHECKING:
 
 
 class PartServer:
-    """The parameters of a source.
-
-    Args:
-        optimizers: their parameters, with optimizer state, are given in parts. More may be added to this
-            sequence.
+    """The parameters of a source. `optimizers`: their parameters, with optimizer state, are given in parts.
+    More may be added to this sequence.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -32,9 +27,7 @@ class PartServer:
 
     def parameters(self) -> tuple[Parameters, str]:
         """The parameters and their layout, which must equal the target's. Called on the training thread.
-
-        Raises:
-            Unsupported: they cannot be healed in passing.
+        Unsupported: they cannot be healed in passing.
         """
         try:
             if self._known is not None and self._known[0].given == list(self._optimizers):

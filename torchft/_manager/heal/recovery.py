@@ -116,8 +116,7 @@ class Recovery:
         if transport.in_place and in_background:
             warnings.warn(
                 "the checkpoint transport has a state_dict, so it writes to this group's tensors while the "
-                "forward "
-                "pass runs: pass use_async_quorum=False, or leave state_dict out (docs/heals.md)",
+                "forward pass runs: pass use_async_quorum=False, or leave state_dict out (docs/heals.md)",
                 stacklevel=4,
             )
         # After a failed load some weights may have changed, and after a failed transfer in place some or all
@@ -142,7 +141,6 @@ class Recovery:
         """Takes a quorum into account, before the group acts on it.
 
         Args:
-            plan: the plan of this rank.
             restores: whether it loads a copy of its state.
 
         Raises:
@@ -160,7 +158,6 @@ class Recovery:
         """Begins a heal.
 
         Args:
-            plan: the plan of this rank.
             before: the position of the group's own weights, which :meth:`discard` returns if nothing is
                 loaded.
             asked: the time.monotonic() of the quorum request whose result names this group as a target.
@@ -174,7 +171,6 @@ class Recovery:
         """Offers the state of a step to the targets that this group is a source or additional source of.
 
         Args:
-            plan: the plan of this rank.
             read: returns the state, on any thread until the step ends.
 
         Raises:
@@ -236,7 +232,6 @@ class Recovery:
         trains along while it arrives.
 
         Args:
-            plan: the plan of this rank.
             at_once: whether the state is needed before the next step.
 
         Returns:
@@ -324,9 +319,7 @@ class Recovery:
         return new or plan.num_up_to_date > 1
 
     def _own(self) -> dict[str, Any]:
-        """This group's own state, structured as a served one. Called by the training thread, or while that
-        waits.
-        """
+        """This group's own state, structured as a served one. The training thread calls this, or waits."""
         return {"user": {key: read() for key, read in self._user_state.read_fns.items()}}
 
     def _reach(self, manager_address: str) -> ManagerClient:
@@ -343,9 +336,7 @@ class Recovery:
         )
 
     def _retried(self, call: Callable[[timedelta], T], timeout: timedelta, again_after: type[Exception]) -> T:
-        """Retries with a timeout that doubles: the others wait, so a failed source must not cost all of the
-        timeout.
-        """
+        """Retries with a timeout that doubles, as the others wait: a failed source costs only a part."""
         end = time.monotonic() + timeout.total_seconds()
         attempt = _FIRST_TRY
         while True:
@@ -363,9 +354,7 @@ class Recovery:
                 attempt *= 2
 
     def peer_failed(self, failure: MemberFailure) -> None:
-        """Ends a transfer from a group that has failed: the other groups wait until this group asks for a
-        quorum.
-        """
+        """Ends a transfer from a failed group: the others wait until this group asks for a quorum."""
         if self.in_passing is not None:
             self.in_passing.peer_failed(failure.quorum_id, failure.replica_id)
         while self._source == (failure.quorum_id, failure.replica_id):
@@ -374,9 +363,7 @@ class Recovery:
             time.sleep(_ABANDON_AGAIN_SEC)
 
     def locate(self, manager_address: str) -> str:
-        """The address at which this rank's counterpart in a group offers its state; one attempt, of at most 3
-        s.
-        """
+        """Where this rank's counterpart in a group offers its state; one attempt, of at most 3 s."""
         return self._ask(self._connect(manager_address, _LOCATE_TIMEOUT), _LOCATE_TIMEOUT)
 
     def _ask(self, client: ManagerClient, timeout: timedelta) -> str:
@@ -384,9 +371,7 @@ class Recovery:
         return client._checkpoint_metadata(self._group_rank, timeout=timeout)
 
     def refuse(self) -> None:
-        """Tells the other ranks that this one receives no state in this step: they do not load theirs
-        either.
-        """
+        """Tells the other ranks that this one receives no state in this step: they load none either."""
         try:
             self._agreement.refuse()
         except Exception as e:
@@ -434,9 +419,7 @@ class Recovery:
             self.in_passing.healed()
 
     def _all_received(self) -> bool:
-        """Whether all ranks of this group have received their states. Waits for them as long as they make
-        progress.
-        """
+        """Whether all ranks of this group have received their states; waits while they make progress."""
         if not self._agreement.needed:
             return True
         try:

@@ -48,9 +48,7 @@ MAX_IDLE_SEC = 60.0
 
 
 class Ask(NamedTuple):
-    """A request to the source: the elements to send, and those whose digest to send. Both ranges may be
-    empty.
-    """
+    """A request to the source: the elements to send, and those to send a digest of. Both may be empty."""
 
     begin: int
     end: int
@@ -198,8 +196,7 @@ class Heal:
         else:
             self.abandon(
                 f"the weights or the optimizer state differ from the source's in step {self.step}, in the "
-                "elements "
-                f"{ask.same_from} to {ask.same_to} of all parameters"
+                f"elements {ask.same_from} to {ask.same_to} of all parameters"
             )
 
     def abandon(self, reason: str) -> None:

@@ -32,9 +32,7 @@ class SideStream:
         self.mark()
 
     def mark(self) -> None:
-        """Marks the work that is queued on the current stream, behind which the work of other threads has to
-        run.
-        """
+        """Marks the work on the current stream, behind which the work of other threads has to run."""
         if self._device.type != "cpu":
             self._trains = torch.accelerator.current_stream(self._device)
             self._mark = DeviceEvent([self._device])
@@ -51,9 +49,7 @@ class SideStream:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context for work of a thread that is not the training thread. At its end the device has done the
-        work.
-        """
+        """For work of a thread that does not train. At the end of the block the device has done it."""
         if self._mark is None:
             yield
             return

@@ -37,11 +37,7 @@ class UserState:
         self._readable = True
 
     def register(self, key: str, load: Callable[[T], None], read: Callable[[], T]) -> None:
-        """Adds a part of the state.
-
-        Raises:
-            ValueError: the key is taken.
-        """
+        """Adds a part of the state. ValueError: the key is taken."""
         if key in self.load_fns:
             raise ValueError(f"state dict key {key!r} is registered already; keys: {sorted(self.load_fns)}")
         self.load_fns[key] = load
@@ -177,11 +173,7 @@ class Stateful:
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]
     ) -> None:
-        """Adds a part to the state that a healing group receives.
-
-        Raises:
-            ValueError: the key is taken.
-        """
+        """Adds a part to the state that a healing group receives. ValueError: the key is taken."""
         self._user_state.register(key, load_state_dict, state_dict)
 
     def set_state_dict_fns(self, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]) -> None:

@@ -131,9 +131,7 @@ class Agreement:
         return bool(self._key)
 
     def refuse(self) -> bool:
-        """For a rank that has not received its state. Returns False if all ranks load theirs, this one
-        too.
-        """
+        """For a rank that has not received its state. False if all ranks load theirs, this one too."""
         return not self.needed or self._decide(_DISCARD) == _DISCARD
 
     def reached(self, timeout: timedelta) -> bool:

@@ -173,9 +173,7 @@ class Parameters:
         return sum(local_part(one).nbytes for one in tensors if isinstance(one, torch.Tensor))
 
     def _rehearsed(self) -> Iterator[tuple[Optimizer, torch.Tensor, list[torch.dtype]]]:
-        """Yields each parameter that is trained, and the types of its optimizer state that have its
-        layout.
-        """
+        """Yields each trained parameter, and the types of its optimizer state that have its layout."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 trained = [parameter for parameter in group["params"] if parameter.requires_grad]
@@ -185,9 +183,7 @@ class Parameters:
                 yield from ((optimizer, parameter, found[parameter.dtype]) for parameter in trained)
 
     def _rehearse(self, optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> list[torch.dtype]:
-        """Steps a small parameter of its own. Returns the types of its state that have the parameter's
-        layout.
-        """
+        """Steps a small parameter of its own. The types of its state that have the parameter's layout."""
         parameter = torch.zeros(_FEW, dtype=dtype, device=self.device)
         parameter.grad = torch.zeros_like(parameter)
         rehearsed = {**group, "params": [parameter]}
@@ -198,9 +194,7 @@ class Parameters:
         return [value.dtype for value in state[parameter].values() if _alike(value, parameter)]
 
     def check_groups(self) -> None:
-        """Raises Unsupported if the parameters, or their order, have changed: parts are ranges of all
-        elements.
-        """
+        """Raises Unsupported if the parameters, or their order, have changed: parts are ranges of them."""
         present = [
             p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
         ]
@@ -239,9 +233,7 @@ class Parameters:
         return self._starts[-1]
 
     def begun(self, end: int) -> set[int]:
-        """Numbers of the parameters with elements below ``end``. Once all elements are, these are all
-        parameters.
-        """
+        """Numbers of the parameters with elements below ``end``; in the end these are all parameters."""
         return set(range(len(self.all) if end >= self.total else bisect_left(self._starts, end)))
 
     def numbers(self, optimizer: Optional[Optimizer]) -> set[int]:
@@ -313,10 +305,8 @@ class Parameters:
                     own[key] = self._located(value)
 
     def sizes(self, begin: int, end: int, states: Json, nbytes: int) -> list[int]:
-        """The sizes in bytes of the ranges of memory of a part with this description.
-
-        Raises:
-            ValueError: the description is malformed, or of a part of another size than ``nbytes``.
+        """The sizes in bytes of the ranges of memory of a part with this description. ValueError: the
+        description is malformed, or of a part of another size than ``nbytes``.
         """
         ranges = self._ranges(begin, end)
         if not isinstance(states, list) or len(states) != len(ranges):
@@ -330,9 +320,7 @@ class Parameters:
         return sizes
 
     def _located(self, plain: Json) -> Any:
-        """A small value of the optimizer state. A tensor that the source has on the device is on the device
-        here.
-        """
+        """A small value of the optimizer state. A tensor on the source's device is on the device here."""
         value = _value(plain)
         if isinstance(plain, list) and plain[-1] == _ON_DEVICE and self.device != _CPU:
             return self.side_stream.allocated(value.to(self.device))
@@ -391,11 +379,7 @@ class Parameters:
         return found
 
     def storage(self, number: int, key: str) -> torch.UntypedStorage:
-        """The memory of a parameter, or of a tensor of its optimizer state.
-
-        Raises:
-            KeyError: the optimizer state has no such key.
-        """
+        """The memory of a parameter, or of its optimizer state. KeyError: that has no such key."""
         parameter = self.all[number]
         tensor = parameter if key == "" else self._of[number].state[parameter][key]
         return local_part(tensor).untyped_storage()
@@ -440,11 +424,7 @@ class Parameters:
         return {number: gradient for number, gradient in kept.items() if number not in borrowed}
 
     def present_gradients(self, numbers: set[int]) -> dict[int, torch.Tensor]:
-        """The present gradients of these parameters, without copies, to be applied at once.
-
-        Raises:
-            Unsupported: a gradient is sparse.
-        """
+        """The present gradients of these parameters, for use at once. Unsupported: one is sparse."""
         found = {number: gradient for number in numbers if (gradient := self.all[number].grad) is not None}
         for number, gradient in found.items():
             _check_dense(number, gradient)

@@ -29,7 +29,6 @@ class Transfers:
         rank_state: has the rank's step, and the timeout of a device.
         data: whether a step averages weights.
         errors: takes the errors of transfers.
-        logger: the Manager's logger.
 
     Attributes:
         busy: whether a transfer may be in progress, or a peer may read this group's state.
@@ -61,7 +60,6 @@ class Transfers:
         step.
 
         Args:
-            plan: the plan of this rank.
             state: returns the state that the training thread has read, or raises its error.
             at_once: whether a heal needs the whole state before the next step.
 
@@ -104,9 +102,7 @@ class Transfers:
         return True
 
     def load(self, step: Step) -> bool:
-        """Loads the fetched state. Returns False if this rank or another one of its group has none, or if the
-        user's function failed.
-        """
+        """Loads the fetched state. False if a rank of the group has none, or the user's function failed."""
         try:
             loaded = self._recovery.load()
             if loaded:

@@ -146,7 +146,6 @@ class HealWait:
         name: the replica id of this incarnation of the group.
         group_rank: this rank.
         group_world_size: the number of ranks in the group.
-        logger: the Manager's logger.
 
     Attributes:
         waiting: the wait of the step in progress; None: no group heals in it, or all have healed.
@@ -180,9 +179,7 @@ class HealWait:
 
     @contextmanager
     def following(self, plan: Plan) -> Iterator[None]:
-        """Surrounds what a rank does before it is ready for the reductions of a step: a heal at once, for
-        example.
-        """
+        """Surrounds what a rank does before the reductions of a step: a heal at once, for example."""
         self.end()
         store = self._counters(plan) if plan.awaits_heals else ""
         for other in [address for address in self._clients if address != store]:

@@ -46,9 +46,7 @@ def otel_exporters(signal: str = "LOGS") -> list[str]:
 
 
 def otel_for(signal: str, what: str) -> Any:
-    """``torchft.otel`` if the environment asks for exporters of a signal; None if not, or without
-    OpenTelemetry.
-    """
+    """``torchft.otel`` if the environment asks for exporters of a signal and has OpenTelemetry; else None."""
     if not otel_exporters(signal):
         return None
     try:

@@ -1,6 +1,4 @@
-"""Measures how long the phases take: of a heal, and of a failure from when this rank notices it to the next
-commit.
-"""
+"""Measures the phases of a heal, and of a failure from when this rank notices it to the next commit."""
 
 from __future__ import annotations
 
@@ -85,8 +83,7 @@ class Incident:
         phases = ", ".join(f"{phase} {1000 * seconds:.0f} ms" for phase, seconds in self.seconds.items())
         return (
             f"after a failure in step {self.step} of quorum {self.quorum_id} ({self.cause}) the next commit "
-            "came in "
-            f"{1000 * sum(self.seconds.values()):.0f} ms ({phases}); {self.steps_lost} lost"
+            f"came in {1000 * sum(self.seconds.values()):.0f} ms ({phases}); {self.steps_lost} lost"
         )
 
 

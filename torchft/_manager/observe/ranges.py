@@ -13,9 +13,7 @@ T = TypeVar("T")
 
 
 def ranged(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Shows calls of a function as `torchft::manager::{name}`. Without a profiler the cost is one more Python
-    call.
-    """
+    """Shows calls of a function as `torchft::manager::{name}`, at the cost of one more Python call."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)

@@ -1,6 +1,4 @@
-"""How the ranks of a group find their manager server: rank 0 starts it and puts its address into the group's
-store.
-"""
+"""How ranks find their manager server: rank 0 starts it and puts its address into the group's store."""
 
 from __future__ import annotations
 

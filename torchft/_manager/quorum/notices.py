@@ -1,6 +1,4 @@
-"""Notices of the lighthouse about members of the quorum, and its questions about the progress of this
-rank.
-"""
+"""Notices of the lighthouse about members of the quorum, and its questions about this rank's progress."""
 
 from __future__ import annotations
 

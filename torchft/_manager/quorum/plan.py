@@ -66,9 +66,7 @@ class Plan:
 
     @cached_property
     def quiet(self) -> bool:
-        """Whether no group heals in this quorum: once a rank has followed it, later steps have nothing to
-        follow.
-        """
+        """Whether no group heals in this quorum: once followed, later steps have nothing to follow."""
         all_up_to_date = self.num_up_to_date == self.replica_world_size
         return all_up_to_date and not (self.heal or self.serves or self.awaits_heals)
 

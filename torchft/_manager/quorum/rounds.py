@@ -46,11 +46,9 @@ class JobFinished(SystemExit):
 
 
 class Round:
-    """One quorum round of this rank, which ends when its result has been followed.
-
-    Attributes:
-        asks: whether the core asks for a quorum, in which groups may heal: the training thread then waits for
-            the answer when the step begins, and reads the state that other groups need.
+    """One quorum round of this rank, which ends when its result has been followed. `asks`: whether the core
+    asks for a quorum, in which groups may heal: the training thread then waits for the answer when the step
+    begins, and reads the state that other groups need.
     """
 
     asks = False
@@ -77,11 +75,7 @@ class Round:
         self._ended.wait()
 
     def answer(self) -> QuorumResult:
-        """The result of the quorum, which may still be followed by another thread.
-
-        Raises:
-            BaseException: what the round failed with.
-        """
+        """The result of the quorum, perhaps not yet followed. BaseException: what the round failed with."""
         self._answered.wait()
         if self._answer is None:
             assert self._error is not None
@@ -94,11 +88,7 @@ class Round:
         return answer
 
     def result(self) -> None:
-        """Returns when the result has been followed.
-
-        Raises:
-            BaseException: what the round, or following it, failed with.
-        """
+        """Returns when the result has been followed. BaseException: what that, or the round, failed with."""
         self.wait()
         if self._error is not None:
             raise self._error
@@ -144,9 +134,7 @@ class Rounds(Protocol):
     """Begins the rounds of one rank, one after the other."""
 
     def standing(self, request: QuorumRequest) -> Optional[QuorumResult]:
-        """The result of a quorum that stands: the last one, without a request. None: it does not stand, and
-        :meth:`begin` comes next.
-        """
+        """The result of a quorum that stands: the last one, without a request. None: :meth:`begin` next."""
         ...
 
     def begin(self, follow: Follow, request: QuorumRequest, timeout: timedelta) -> Round:
@@ -163,11 +151,7 @@ class Rounds(Protocol):
         ...
 
     def shutdown(self, wait: bool) -> None:
-        """Ends the background thread. Call it after the client was shut down.
-
-        Args:
-            wait: whether to wait for the end of the thread.
-        """
+        """Ends the background thread, after the client's shutdown. `wait`: also waits for its end."""
         ...
 
 
@@ -224,9 +208,7 @@ class _NativeRound(Round):
         return super().answer()
 
     def follow_change(self) -> None:
-        """Waits for the result and follows it; called on the quorum thread, for a result that brings a
-        change.
-        """
+        """Waits for a result that brings a change, and follows it; called on the quorum thread."""
         self._get()
         if not self._ended.is_set() and self._result is not None:
             self._try(self._follow, self._result)
@@ -357,11 +339,7 @@ class NativeRounds:
 
 
 class ThreadRounds:
-    """Rounds that run on a thread.
-
-    Args:
-        ask: waits for a quorum; it has the upstream arguments.
-    """
+    """Rounds that run on a thread. `ask`: waits for a quorum; it has the upstream arguments."""
 
     def __init__(self, ask: Callable[..., QuorumResult]) -> None:
         self._ask = ask

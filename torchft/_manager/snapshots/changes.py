@@ -39,9 +39,7 @@ class Versions:
                 self._seen.append((show_path(path), local, local._version))
 
     def changed(self) -> list[Changed]:
-        """Returns the tensors that were written to since. An operation that is in progress on another thread
-        counts when it ends.
-        """
+        """The tensors that were written to since; an operation on another thread counts when it ends."""
         return [
             Changed(name, tensor.data_ptr(), tensor.nbytes)
             for name, tensor, version in self._seen

@@ -250,9 +250,7 @@ class Snapshots:
     def seek(self, beyond: int) -> bool:
         """Looks for the newest copy, of a step after ``beyond``, that all ranks of the group have. Returns
         whether there is one. Called by all ranks, on the training thread, before the first quorum.
-
-        Raises:
-            RuntimeError: another rank of this group did not answer.
+        RuntimeError: another rank of this group did not answer.
         """
         self.sought = True
         if self._exhausted:
@@ -295,10 +293,8 @@ class Snapshots:
         """Loads the copy that the group has found, and returns its position. All ranks call it, on the
         training thread: no group of the quorum has a later state. Returns None if a rank could not load its
         own copy: nothing is loaded then, and the next older copy is found instead. If there is none, the
-        group begins with what ``otherwise`` loads.
-
-        Raises:
-            RuntimeError: another rank of this group did not answer; or a copy that fits could not be loaded.
+        group begins with what ``otherwise`` loads. RuntimeError: another rank of this group did not answer;
+        or a copy that fits could not be loaded.
         """
         assert self._choice is not None
         own = cache(self.state.own)
@@ -442,9 +438,7 @@ class Snapshots:
     # Steps
 
     def begin(self, position: Position) -> None:
-        """Begins a step: begins a copy if one is due. Called on the training thread, when the weights are
-        those of the position.
-        """
+        """Begins a copy if one is due. On the training thread, when the weights are those of the position."""
         step, now = position.step, time.monotonic()
         if self._began is not None and self._began[0] == step - 1:
             self._rate.step(now - self._began[1], self._began[2])
@@ -546,9 +540,7 @@ class Snapshots:
             work.abandoned = True
 
     def end(self) -> None:
-        """Waits for the copy in progress, on the training thread: the step is committed, and the weights are
-        about to change.
-        """
+        """Waits for the copy in progress, on the training thread: the weights are about to change."""
         self.restored = False
         work, self._work = self._work, None
         if work is None:
@@ -595,11 +587,8 @@ class Snapshots:
             slots.let_go(lock)
 
     def close(self, finished: bool) -> None:
-        """Ends the thread, on any thread.
-
-        Args:
-            finished: whether the training has ended on purpose: its slots are removed, by the writer of this
-                host if it has yet to write one to disk.
+        """Ends the thread, on any thread. `finished`: whether the training has ended on purpose: its slots
+        are removed, by the writer of this host if it has yet to write one to disk.
         """
         self.abandon()
         self._works.put(None)
@@ -612,11 +601,7 @@ class Snapshots:
         self._let_go()
 
     def _hear(self, key: str) -> None:
-        """Gets the step of the next copy from rank 0.
-
-        Raises:
-            SlotError: rank 0 makes no copies, or did not say when.
-        """
+        """Gets the step of the next copy from rank 0. SlotError: rank 0 makes no copies, or says not when."""
         until = time.monotonic() + self._limit
         while not self._store.check([key]):  # a `get` would keep other threads from the store
             if time.monotonic() > until:

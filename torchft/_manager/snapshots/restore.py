@@ -142,10 +142,7 @@ class Choice:
 
     def open(self, refuses: Callable[[Slot], Optional[str]]) -> Optional[Slot]:
         """Reads and verifies the newest copy. Returns None if a rank cannot load its own: the ranks have
-        chosen again then.
-
-        Args:
-            refuses: returns why this rank does not load a copy; None: it does.
+        chosen again then. `refuses`: returns why this rank does not load a copy; None: it does.
         """
         first = self.newest
         while first is not None and first.same_state(self.newest):

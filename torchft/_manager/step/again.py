@@ -31,7 +31,6 @@ class Again:
 
     Args:
         enabled: whether any are kept. What other groups keep counts in any case.
-        logger: the Manager's logger.
 
     Attributes:
         units: the units of this group whose gradients its ranks keep, all ranks together; empty: none.
@@ -71,11 +70,8 @@ class Again:
         return KeptUnits(step, committed_quorum_id, self._position, self.units).text
 
     def begin(self, step: Step, plan: Plan, position: DataPosition) -> frozenset[int]:
-        """Begins an attempt in a quorum. Returns the units that all its groups keep.
-
-        Raises:
-            RuntimeError: the other groups take this group to keep units that it does not: the step must not
-                be committed.
+        """Begins an attempt in a quorum. Returns the units that all its groups keep. RuntimeError: the other
+        groups take this group to keep units that it does not: the step must not be committed.
         """
         kept = counting(
             [announced(handle, KEEPS) for handle in plan.handles],
@@ -102,10 +98,8 @@ class Again:
     # While it runs
 
     def keep(self, step: Step, tensor: torch.Tensor, reduce_op: AnyReduceOp, should_quantize: bool) -> None:
-        """Adds what is kept to a tensor that is about to be reduced, and keeps the sum.
-
-        Raises:
-            ValueError: the tensors of this attempt are not those of the one before.
+        """Adds what is kept to a tensor that is about to be reduced, and keeps the sum. ValueError: the
+        tensors of this attempt are not those of the one before.
         """
         if step.participating_rank is None or step.healing:
             step.inputs.refuse("this group did not take part")  # and has kept nothing

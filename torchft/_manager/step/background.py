@@ -21,9 +21,7 @@ from torchft.utils import DeviceEvent, current_device, free_stream, get_stream_c
 
 
 class Background:
-    """The stream of a heal, ordered behind the work that the training thread had queued when the step
-    began.
-    """
+    """The stream of a heal, behind what the training thread had queued when the step began."""
 
     def __init__(self) -> None:
         self._stream: Optional[torch.Stream] = None
@@ -34,9 +32,7 @@ class Background:
         self._used = False
 
     def begin(self) -> None:
-        """Remembers the calling thread, which trains, its device, and what is queued there when a step
-        begins.
-        """
+        """Remembers the training thread, which calls this, its device, and what is queued there."""
         self._trainer = threading.get_ident()
         if current_device() is not None:
             self._trains = torch.accelerator.current_stream()
@@ -94,9 +90,7 @@ class Background:
 
 
 def _share(leaf: Any, device: torch.device) -> None:
-    """Informs the allocator that the current stream uses these tensors, so that it does not reuse their
-    memory early.
-    """
+    """Tells the allocator that the current stream uses these tensors: it does not reuse them early."""
     if isinstance(leaf, torch.Tensor):
         tensor = getattr(leaf, "_local_tensor", leaf)  # the local shard of a DTensor
         if tensor.device == device:

@@ -56,7 +56,6 @@ class Collectives:
         report: called with the error of a failed collective and with this object.
         backlog: keeps the collectives that the backend has not ended after an abort.
         rank_state: holds the rank's current step, and the timeout of its collectives.
-        logger: the Manager's logger.
 
     Attributes:
         usable: whether the step may run further collectives. True also after a failed heal: the step is then
@@ -138,9 +137,7 @@ class Collectives:
             self._retired = True
 
     def wait(self) -> None:
-        """Waits for the collectives that the training loop has not waited for; most of them have ended
-        already.
-        """
+        """Waits for the collectives that the training loop has not waited for; most have ended."""
         for flight in list(self._flights.values()):
             if not isinstance(flight, DeviceEvent):
                 flight.wait()
@@ -199,12 +196,9 @@ class Collectives:
 
 
 class Backlog:
-    """Collectives of earlier steps that were aborted, but have not ended in the backend.
-
-    Args:
-        at_once: the number of threads that the process group has for collectives and keeps when its peers
-            change; None if a group with new peers has new threads.
-        logger: the Manager's logger.
+    """Collectives of earlier steps that were aborted, but have not ended in the backend. `at_once`: the
+    number of threads that the process group has for collectives and keeps when its peers change; None if a
+    group with new peers has new threads.
     """
 
     def __init__(self, at_once: Optional[int], logger: _ManagerLogger) -> None:
@@ -218,17 +212,12 @@ class Backlog:
             self._left += left
 
     def make_room(self, timeout: timedelta) -> None:
-        """Waits until a thread of the backend is free for the next peers.
-
-        Raises:
-            TimeoutError: none is free in that time.
-        """
+        """Waits until a thread of the backend is free for the next peers. TimeoutError: none is in time."""
         if self._at_once is None or self._occupied() < self._at_once:
             return
         self._logger.warn(
             f"{len(self._left)} aborted collectives of an earlier quorum occupy the {self._at_once} threads "
-            "of the "
-            "backend until their timeout: this group joins no quorum before"
+            "of the backend until their timeout: this group joins no quorum before"
         )
         deadline = time.monotonic() + timeout.total_seconds()
         while self._occupied() >= self._at_once:

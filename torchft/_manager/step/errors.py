@@ -36,10 +36,8 @@ class Errors:
     """Handles the errors of a rank's steps, on any thread. After an error the group does not commit the step.
 
     Args:
-        replica_id: replica id of this group.
         incidents: measures what the error costs.
         server: gets the report of a failed collective.
-        logger: the Manager's logger.
 
     Attributes:
         step: the step in progress; set before the first error.
@@ -61,10 +59,7 @@ class Errors:
 
     def keep(self, e: Exception, step: Optional[Step] = None) -> None:
         """Keeps an error of a heal. The step's further collectives run nevertheless, because the peers need
-        this rank in them.
-
-        Args:
-            step: step of the error; default: the step in progress.
+        this rank in them. `step`: step of the error; default: the step in progress.
         """
         (step or self.step).failed(e)
         self._incidents.noticed(e)
@@ -88,16 +83,12 @@ class Errors:
         self._incidents.ended("abort")
 
     def recurring(self, e: Exception, reason: str) -> None:
-        """Keeps an error while no peer waits for this rank. It would recur in a replay, which ``reason``
-        explains.
-        """
+        """Keeps an error while no peer waits for this rank. It would recur in a replay: ``reason``."""
         self.refuse_replay(reason)
         self.lose(e)
 
     def refuse_replay(self, reason: str) -> None:
-        """Declares that the step in progress does something that cannot be repeated, so that it is not
-        replayed.
-        """
+        """Declares that the step does something that cannot be repeated, so that it is not replayed."""
         self.step.inputs.refuse(reason)
 
     def of_collective(self, e: Exception, of: Optional[Collectives] = None) -> None:

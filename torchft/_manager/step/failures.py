@@ -48,10 +48,8 @@ class Failures:
     Args:
         enabled: whether failures end anything (``enable_error_bus``).
         rank_state: the step in progress, and what the rank does.
-        peers: the process group.
         errors: has the step in progress, and takes the error that a failure is for running collectives.
         background: the device of the training thread, and its transfers of a state.
-        logger: the Manager's logger.
 
     Attributes:
         known: the failed members by quorum, for this quorum and later ones: a notice may arrive before its
@@ -99,12 +97,8 @@ class Failures:
             self._connecting = False
 
     def follow(self, quorum_id: int, peers: Optional[Iterable[str]] = None) -> None:
-        """Makes failures in a new quorum count.
-
-        Args:
-            quorum_id: id of the quorum.
-            peers: the members that this rank reduces with, if these are not all; a failure of another member
-                ends nothing.
+        """Makes failures in a new quorum count. `peers`: the members that this rank reduces with, if these
+        are not all; a failure of another member ends nothing.
         """
         with self._lock:
             self._quorum_id = quorum_id
@@ -116,9 +110,7 @@ class Failures:
         return list(self.known.get(quorum_id, ()))
 
     def check(self) -> None:
-        """Raises PeerFailed if a member of the present quorum that this rank reduces with is known to have
-        failed.
-        """
+        """Raises PeerFailed if a member of the quorum that this rank reduces with is known to have failed."""
         for failure in self.known.get(self._quorum_id, ()):
             if self._is_peer(failure) and not self._has_done_its_part(failure):
                 raise PeerFailed(failure)
@@ -176,9 +168,7 @@ class Failures:
             time.sleep(_ABORT_AGAIN_SEC)
 
     def stalled(self, failure: MemberFailure) -> None:
-        """A member makes no progress while the others wait for it. If it is this group, each of its ranks
-        reports where it is.
-        """
+        """A member makes no progress while others wait. If it is this group, each rank says where it is."""
         self._logger.warn(f"{failure.replica_id} of quorum {failure.quorum_id} is stalled: {failure.reason}")
         if failure.replica_id == self._logger.replica_id:
             self._logger.stalled(hangs.awaited(), hangs.stacks())
@@ -187,8 +177,7 @@ class Failures:
         """Groups that had reached a later step are missing, and the others continue from an earlier one."""
         self._logger.warn(
             f"THE JOB REGRESSES in quorum {of.quorum_id}: the weights of later steps are lost unless their "
-            "groups "
-            f"come back: {of.reason}"
+            f"groups come back: {of.reason}"
         )
 
     def progress(self) -> tuple[bool, str, str]:

@@ -26,9 +26,7 @@ class Kept:
         self.version: Optional[int] = None
 
     def settle(self) -> None:
-        """Notes the tensor's version once the reduction has ended: a different version later means that the
-        result was changed.
-        """
+        """Notes the tensor's version after the reduction: a different one later means a changed result."""
         self.version = _version(self.tensor)
 
     def restore(self) -> None:
@@ -87,9 +85,7 @@ class Inputs:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Adds the copy of an earlier attempt to the tensor that is about to be reduced in its place.
-
-        Raises:
-            ValueError: it was a tensor of another shape, dtype or device, or there was none.
+        ValueError: it was a tensor of another shape, dtype or device, or there was none.
         """
         copy = self._copies[self.added] if self.added < self.before else None
         if copy is None or _kind(copy) != _kind(tensor):
@@ -125,15 +121,12 @@ class Inputs:
             kept.settle()
 
     def changed(self) -> Optional[str]:
-        """Describes a change of the results that a replay would lose (gradient clipping, for example); None
-        if there is none.
-        """
+        """A change of the results that a replay would lose, such as gradient clipping; None: no change."""
         for kept in self._kept:
             if kept.version != _version(kept.tensor):
                 return (
                     f"a tensor of shape {tuple(kept.tensor.shape)} was changed after it was reduced; what "
-                    "changes it "
-                    "(clipping, unscaling) belongs into Manager.register_replay_hook too"
+                    "changes it (clipping, unscaling) belongs into Manager.register_replay_hook too"
                 )
         return None
 
@@ -153,16 +146,13 @@ class Inputs:
         return None
 
     def elsewhere(self, gradients: Iterable[torch.Tensor]) -> Optional[str]:
-        """Names a gradient outside the memory that was reduced, such as a copy of it; None if there is
-        none.
-        """
+        """Names a gradient outside the memory that was reduced, such as a copy; None: there is none."""
         reduced = {kept.tensor.untyped_storage().data_ptr() for kept in self._kept}
         for gradient in gradients:
             if gradient.untyped_storage().data_ptr() not in reduced:
                 return (
                     f"a gradient of shape {tuple(gradient.shape)} is not in the memory that was reduced; "
-                    "what copies "
-                    "it there belongs into Manager.register_replay_hook too"
+                    "what copies it there belongs into Manager.register_replay_hook too"
                 )
         return None
 

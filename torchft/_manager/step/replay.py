@@ -53,7 +53,5 @@ def why_recomputed(plan: Plan) -> Optional[str]:
 
 
 def peers_fault(error: BaseException) -> bool:
-    """Whether an error of a collective can be due to its peers. Other errors would recur with the same
-    arguments.
-    """
+    """Whether an error of a collective can be due to its peers; others would recur."""
     return isinstance(error, (RuntimeError, OSError, EOFError)) and not isinstance(error, NotImplementedError)

@@ -29,7 +29,6 @@ class Replayer:
     Args:
         enabled: whether steps are replayed; if not, nothing is kept.
         errors: gets the errors of the further attempts.
-        logger: the Manager's logger.
 
     Attributes:
         copies: buffers for the inputs, reused in every step.
@@ -47,15 +46,11 @@ class Replayer:
         self.ahead: Optional[Position] = None
 
     def register_hook(self, hook: Callable[[], None]) -> None:
-        """Registers what the training loop does between the reduction and the vote, so that a replay repeats
-        it.
-        """
+        """Registers what the training loop does between reduction and vote, for a replay to repeat."""
         self._hooks.append(hook)
 
     def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Registers tensors that an optimizer will read. A step can be replayed only if it reduces all of
-        them.
-        """
+        """Registers what an optimizer will read. A step can be replayed only if it reduces all of that."""
         self._gradients.append(gradients)
 
     # While a step runs
@@ -178,8 +173,6 @@ class Replayer:
     # When the next step begins
 
     def begins_at(self, position: Position) -> bool:
-        """The next step begins at this position. Returns whether the quorum that a replay requested is valid
-        for it.
-        """
+        """The next step begins here. Whether the quorum that a replay requested is valid for it."""
         ahead, self.ahead = self.ahead, None
         return ahead == position

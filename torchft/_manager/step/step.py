@@ -104,11 +104,7 @@ TRANSITIONS: dict[tuple[StepState, Event], StepState] = {
 
 
 def after(state: StepState, event: Event) -> StepState:
-    """Returns the state that an event leads to.
-
-    Raises:
-        RuntimeError: the event is not allowed in this state.
-    """
+    """Returns the state that an event leads to. RuntimeError: the event is not allowed in this state."""
     try:
         return TRANSITIONS[state, event]
     except KeyError:
@@ -189,9 +185,7 @@ class Step:
 
     @property
     def outcome(self) -> tuple[int, int, bool, Optional[Exception]]:
-        """How it ended: id of the quorum (-1: none), number of participants, whether it was committed, its
-        error.
-        """
+        """How it ended: quorum id (-1: none), number of participants, whether committed, its error."""
         quorum_id = -1 if self.plan is None else self.plan.quorum_id
         error = None if self.error is None else self.error.original_exception
         return quorum_id, self.participants, self.committed, error
@@ -282,10 +276,7 @@ class Step:
 
     def vote(self, least: int) -> bool:
         """Returns this rank's vote. An error that comes later does not change it; if the vote is repeated,
-        this rank then votes no.
-
-        Args:
-            least: minimum number of participants.
+        this rank then votes no. `least`: minimum number of participants.
         """
         with self._lock:
             self._enough = self.participants >= least

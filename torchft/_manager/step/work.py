@@ -1,6 +1,4 @@
-"""The work that :meth:`torchft.manager.Manager.allreduce` returns: its waits raise no error of a
-collective.
-"""
+"""The work that :meth:`torchft.manager.Manager.allreduce` returns: its waits raise no collective's error."""
 
 from __future__ import annotations
 
@@ -116,15 +114,11 @@ class _ManagedWork(dist._Work):
         self._ended: Optional[torch.futures.Future[Any]] = None
 
     def on_success(self, finish: Callable[[], object]) -> None:
-        """Sets a function that is called once with the result of a successful collective. Call it
-        before the first wait.
-        """
+        """Sets what is called once with the result of a successful collective; before the first wait."""
         self._on_success = finish
 
     def on_end(self, notice: Callable[[], object]) -> None:
-        """Sets a function that is called once when the value is final, after success or failure. Call it
-        before the first wait.
-        """
+        """Sets what is called once with the final value, after success or failure; before the first wait."""
         self._on_end = notice
 
     def belongs_to(self, flights: dict[int, Union[_ManagedWork, DeviceEvent]], number: int) -> None:
@@ -160,9 +154,7 @@ class _ManagedWork(dist._Work):
         return self._end(None)
 
     def _check_future(self) -> None:
-        """Raises the error of a future that has failed, although the wait for the work has not, as in a test
-        double.
-        """
+        """Raises a future's error although the wait for the work has not, as in a test double."""
         future = None
         with contextlib.suppress(Exception):  # it may have no future
             future = self._ending()
@@ -178,17 +170,13 @@ class _ManagedWork(dist._Work):
             return self._ended
 
     def over(self) -> bool:
-        """Whether the collective has ended, with or without an error. On a device: whether the device has
-        finished it.
-        """
+        """Whether the collective has ended, with or without an error; on a device, there as well."""
         if self._succeeded is None:
             return self._work.is_completed()
         return self._mark is None or self._mark.reached()
 
     def drain(self, timeout: timedelta) -> bool:
-        """Waits until the collective writes nothing any more. Returns False if it may still write after the
-        timeout.
-        """
+        """Waits until the collective writes nothing any more; False if it may after the timeout."""
         if self._kind.drains:
             return self._work.drain(timeout)  # type: ignore[attr-defined]
         if self._devices():
@@ -268,9 +256,7 @@ class _ManagedWork(dist._Work):
         return future
 
     def _end(self, error: Optional[Exception]) -> bool:
-        """Finishes the value and the future, once. Later calls return the outcome of the first, and order
-        their stream behind it.
-        """
+        """Finishes value and future, once. Later calls return its outcome, with their stream behind it."""
         with self._lock:
             succeeded = self._outcome(error)
             future, self._open = self._open, None
@@ -301,9 +287,7 @@ class _ManagedWork(dist._Work):
             return self._succeeded
 
     def _finish(self) -> Optional[Exception]:
-        """Finishes the value. On a device this is queued behind the collective, and a mark is recorded behind
-        it.
-        """
+        """Finishes the value. On a device this is queued behind the collective, with a mark behind it."""
         try:
             if self._on_success is not None:
                 self._on_success()

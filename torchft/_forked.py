@@ -9,8 +9,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Whether the ready process of `torchft.launch` has forked this process: it ends with the process that stands
-# for it.
+# Whether `torchft.launch`'s ready process has forked this process, which ends with its stand-in.
 stood_for = False
 
 
@@ -48,8 +47,7 @@ class Maker:
             raise refusal(self._what)
 
 
-# Objects whose destructors join their threads, or end the process where these do not exist (PyTorch's
-# TCPStore).
+# Objects whose destructors join their threads, or end a process without these (PyTorch's TCPStore).
 _threaded: weakref.WeakSet[object] = weakref.WeakSet()
 
 

@@ -113,8 +113,7 @@ class _Native:
             self._go.run(self._go.pyapi_ReleaseStart, handle)
 
     def __del__(self) -> None:
-        # In a forked child this object cannot be used: it belongs to the parent, whose threads do not exist
-        # here.
+        # In a forked child this object cannot be used: it belongs to the parent, which has the threads.
         if getattr(self, "_handle", 0) and not self._go.forked():
             self._release()
 
@@ -233,8 +232,7 @@ class ManagerClient(_Native):
 
     __slots__ = ("_asked", "_failed", "_stands")
 
-    # Both are required. They have defaults only because mocks of the upstream class are made without
-    # arguments.
+    # Both are required. Their defaults are for mocks of the upstream class, which get no arguments.
     def __init__(self, addr: str | None = None, connect_timeout: timedelta | None = None) -> None:
         if addr is None or connect_timeout is None:
             given = {"addr": addr, "connect_timeout": connect_timeout}
@@ -545,8 +543,7 @@ def _end_awaited() -> Iterator[Callable[[], object]]:
     """Yields a function that returns at (also earlier) SIGINT or SIGTERM. Then these end the process."""
     import signal
 
-    # A byte in a pipe wakes this thread whichever thread gets the signal, and without a lock that it may hold
-    # itself.
+    # A byte in a pipe wakes this thread whichever one gets the signal, without a lock that it may hold.
     signaled, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)

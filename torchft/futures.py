@@ -172,8 +172,7 @@ class _TimeoutManager:
                 if self._thread is not me:
                     return
                 due = self._due()
-            # Taken one by one, since a callback may cancel the others; a local name would keep its tensors
-            # alive.
+            # Taken one by one, since a callback may cancel the others; a local name would keep its tensors.
             while due and self._thread is me:
                 self._call(due.pop())
 
@@ -246,8 +245,7 @@ def timed(fut: Future[T], timeout: timedelta, devices: list[torch.device]) -> Fu
         return fut
 
     result: Future[T] = Future(devices=[*devices])
-    # The timer or the future completes the result, whichever acquires the lock first. The lock is never
-    # released.
+    # The timer or the future completes the result, whichever is first to take the lock, for good.
     first = threading.Lock()
 
     def expire() -> None:

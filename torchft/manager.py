@@ -118,8 +118,7 @@ T = TypeVar("T")
 
 CommitHook = Callable[[int, bool, int], None]
 
-# Not imported: the import of Triton takes longer than all of torchft's, and every restarted group would wait
-# for it.
+# Not imported: the import of Triton takes longer than torchft's, and each restarted group would wait.
 IS_TRITON_AVAILABLE = find_spec("triton") is not None
 
 
@@ -822,8 +821,7 @@ class Manager(Stateful, Stepping):
                 return
             if plan.serves and (not step.reads_state or threading.get_ident() == step.thread):
                 self._read_state(step)
-            # The quorum of a replay, in which this group is behind, serves the next step too: it heals before
-            # that.
+            # A replay's quorum, in which this group is behind, serves the next step too: it heals before.
             replays = step.kept is not None and len(step.kept) > 0
             read = partial(step.served.result, self._timeout.total_seconds())
             fetched = self._transfers.run(plan, read, at_once=replays)

@@ -105,8 +105,7 @@ def setup_logger(name: str) -> None:
     )
     logger = logging.getLogger(name)
     with warnings.catch_warnings():
-        # The SDK warns that this handler will move to another package. The handler there sends no more
-        # information.
+        # The SDK warns that this handler will move to another package, where it sends nothing more.
         warnings.simplefilter("ignore", DeprecationWarning)
         _HANDLERS[name] = LoggingHandler(level=logging.NOTSET, logger_provider=provider)
     _LOGGER_PROVIDER[name] = provider

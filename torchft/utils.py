@@ -77,8 +77,7 @@ def on_device(device: Optional[torch.device]) -> ContextManager[object]:
     """A context in which `device` is the current one; None, or the CPU, leaves the current device."""
     if device is None or device.index is None or device.type == "cpu":
         return _NOTHING
-    # Unlike set_device_index, it makes no CUDA context on device 0 when a thread returns to that one, its
-    # first.
+    # Unlike set_device_index, it makes no CUDA context on device 0 when a thread returns to that one.
     return torch.get_device_module(device.type).device(device.index)
 
 

@@ -31,8 +31,7 @@ class _DummyWork(dist._Work):
     def get_future(self) -> torch.futures.Future[object]:
         return self.future_
 
-    # The methods that dist._Work inherits from C++ describe an operation that has not begun, so all are
-    # overridden.
+    # The methods of dist._Work from C++ describe an operation that has not begun: all are overridden.
 
     def is_completed(self) -> bool:
         return True

@@ -106,8 +106,7 @@ class Connection:
         self._failed = 0  # attempts in a row to make the next connection
         self._without_memory = 0  # times in a row that the device had too little memory to connect
         self._no_memory: Optional[Exception] = None  # the last of these errors
-        # Whether the latest request had an announcement: the other groups decide by it, even if `_may_wait`
-        # has changed.
+        # Whether the latest request had an announcement: the others decide by it, whatever `_may_wait` is.
         self._announced = False
         self._unconnected: set[int] = set()  # replica ranks of the groups that wait for their connection
 
@@ -141,8 +140,7 @@ class Connection:
             self._cannot_connect(following, following.error)
         may_wait = self._may_wait() and self._failed < _MOST_ATTEMPTS
         if following is not None and (broken or not may_wait):
-            # All groups connect at once then. That needs another quorum id: the attempt has used that of this
-            # quorum.
+            # All groups connect at once then, under another quorum id: the attempt has used this quorum's.
             self._next = following._replace(attempt=None)
         self._announced = may_wait
         if not may_wait:

@@ -55,8 +55,7 @@ TORCH_FR_DUMP_TEMP_FILE_ENV: str = "TORCH_FR_DUMP_TEMP_FILE"
 # The assigned source, and as many additional ones as a quorum names to a healing group (go/recovery).
 MAX_SOURCES = 4
 
-# Number of restarts of the workers so far. Keys contain it, because torchrun keeps the group's store over a
-# restart.
+# Number of restarts of the workers so far, in keys: torchrun keeps the group's store over a restart.
 RESTART_COUNT_ENV: str = "TORCHELASTIC_RESTART_COUNT"
 
 

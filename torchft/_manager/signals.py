@@ -180,8 +180,7 @@ class Signals:
 
     def _restore(self) -> None:
         for number, previous in list(self._previous.items()):
-            # A handler that was installed later stays, and may call this one: `_handle` then passes the
-            # signal on.
+            # A later handler stays, and may call this one: `_handle` then passes the signal on.
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
                 del self._previous[number]
@@ -197,8 +196,7 @@ class Signals:
             previous(number, frame)
 
 
-# Handlers, the wakeup file descriptor and the grace period belong to the process, so all its Managers share
-# them.
+# Handlers, wakeup file descriptor and grace period belong to the process: all its Managers share them.
 _installed: list[Signals] = []
 _watch: Optional[_Watch] = None
 

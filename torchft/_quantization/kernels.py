@@ -174,8 +174,7 @@ def _fp8_code(values):
     bits = values.to(tl.int32, bitcast=True)
     # Keep 3 of the mantissa's 23 bits, and change the bias of the exponent from 127 to 7.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Codes below 2**-6 are multiples of 2**-9, and so are floats near 2**14: adding 2**14 rounds to such a
-    # multiple.
+    # Codes below 2**-6 are multiples of 2**-9, as floats near 2**14: adding 2**14 rounds to one.
     subnormal = (values + 16384.0).to(tl.int32, bitcast=True) & 0xF
     return tl.where(values < 0.015625, subnormal, normal)
 

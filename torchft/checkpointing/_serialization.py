@@ -54,8 +54,7 @@ def _structure_types() -> List[_Global]:
     types: List[_Global] = [dict, list, tuple, bytes, frozenset, collections.defaultdict, collections.deque]
     types.append(pytree.TreeSpec)
     if hasattr(pytree, "treespec_leaf"):
-        # a new object: PyTorch's default is one object for the whole process, which a forged pickle could
-        # change
+        # a new object: PyTorch's default is one for the whole process, which a forged pickle could change
         types.append((_fresh_leaf, "torch.utils._pytree.treespec_leaf"))
         # this is how PyTorch up to 2.11 pickles a leaf, here or at a peer
         types.append((_LeafOfAClass, "torch.utils._pytree.LeafSpec"))

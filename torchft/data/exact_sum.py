@@ -93,8 +93,7 @@ _BELOW = 2
 # scale that it asks for.
 _SCALE, _SQUARE, _NOT_FINITE, _ZERO, _ASKED = range(5)
 
-# Elements that are converted at once. On a CPU the temporaries stay in the cache: seven times as fast as in
-# one piece.
+# Elements converted at once. On a CPU the temporaries stay in the cache: seven times as fast.
 _PIECE = 2**17
 _PIECE_ON_DEVICE = 2**24
 # Elements that are scattered at once, of all ranks: 32 MiB.
@@ -448,8 +447,7 @@ class _Part:
                 gradient.fill_(float("nan"))
                 continue
             factor = 2.0 ** (FINEST + _GRID * found.used[name] - self._bits)
-            # Elements are in the order of the shape. The order in memory differs only if the parameter is
-            # transposed.
+            # Elements are in the order of the shape, which is that in memory unless it is transposed.
             flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_empty(gradient.numel())
             for piece, sums in zip(flat.split(self._piece), values.split(self._piece)):
                 piece.copy_(sums[: piece.numel()].to(torch.float64).mul_(factor))

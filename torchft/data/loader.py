@@ -168,8 +168,7 @@ class ElasticDataLoader:
         self._following: Optional[tuple[DataPosition, int]] = None
         # membership and position of the forecast's next step
         self._forecast: Optional[tuple[Membership, DataPosition]] = None
-        # The last unit of a group that does not participate. One that heals over several steps stays at its
-        # position.
+        # The last unit of a group that does not participate. One that heals over steps stays at its position.
         self._again: Optional[tuple[Key, Any]] = None
         self._account = Account()  # counts the samples of LocalSGD's or DiLoCo's inner steps
         self._local_steps: Optional[LocalSteps] = None

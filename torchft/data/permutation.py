@@ -22,8 +22,7 @@ import hashlib
 import math
 import struct
 
-# With 8 rounds some orders of 5 samples are far more frequent than others; with 12 a test finds no such
-# difference.
+# With 8 rounds some orders of 5 samples are far more frequent than others; with 12 no test finds that.
 _ROUNDS = 12
 _MASK = (1 << 64) - 1
 

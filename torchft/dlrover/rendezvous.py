@@ -40,8 +40,7 @@ BACKEND = "torchft"
 # The lighthouse answers a request within 2.5 s; a busy one takes longer.
 _ANSWER_SEC = 15.0
 _RETRY_SEC = 0.2
-# How long the nodes of a round wait for each other at the store of rank 0: a node may have ended since the
-# release.
+# How long a round's nodes wait for each other at rank 0's store: one may have ended since the release.
 _MEET_SEC = 15.0
 # Timeout of torchrun's agents at that store; c10d has the same.
 _STORE_SEC = 60.0

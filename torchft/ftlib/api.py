@@ -166,8 +166,7 @@ class FTLib:
             self._advance(FlagEvent.MEMBER_FAILED)
             try:
                 self._framework.abort()
-            # an error must not end the calling thread of the consensus, which may also renew this member's
-            # record
+            # an error must not end the consensus's calling thread, which may also renew this member's record
             except Exception as e:
                 _logger.warning("view %d: the communicator could not be aborted: %s", view, e)
 
@@ -294,8 +293,7 @@ class FTLib:
             received = _streaming_load(
                 io.BytesIO(content.cpu().numpy().tobytes()), weights_only=not pickle_allowed()
             )
-            # If it fails, it may have replaced a part of the state. Such a mixture must not be trained or
-            # given away.
+            # If it fails, the state may be a mixture, which must not be trained or given away.
             self._made_in = INCOMPLETE
             self._load_state_dict(received)
             self._made_in, self.step = progress[root]

@@ -81,8 +81,7 @@ def watched_cluster(folder: Path, options: list[str], count: int) -> Iterator[tu
         for lighthouse in lighthouses:
             lighthouse.look(time.monotonic())
 
-    # No later job continues this one: another one in the same folder has other ports, and would be refused
-    # its state.
+    # No later job continues this one: one in the same folder has other ports, and is refused its state.
     with tempfile.TemporaryDirectory(prefix="lighthouses-", dir=folder) as state:
         try:
             for number, port in enumerate(ports, 1):

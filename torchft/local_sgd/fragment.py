@@ -70,8 +70,7 @@ class Fragment:
         self._should_quantize = should_quantize
         self._free_gradients = free_gradients
         self._alpha = alpha
-        # The parameters of the last synchronisation, equal in all groups, by name; for a DTensor, the local
-        # shard.
+        # The parameters of the last synchronisation, equal in all groups, by name; of a DTensor the shard.
         self._global = {
             n: _backup(local_part(p), backup_device, pin_memory) for n, p in self.parameters.items()
         }

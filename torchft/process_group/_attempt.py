@@ -132,8 +132,7 @@ class ConnectionAttempt(Generic[T]):
     def _run(self) -> None:
         error: Optional[BaseException] = None
         made: list[T] = []
-        # The call may refer to a group, which no other thread may destroy: an error of `result` keeps the
-        # attempt.
+        # The call may refer to a group, which no other thread may destroy: `result`'s error keeps this.
         call, self._call = self._call, None
         assert call is not None
         _thread.attempt = self

@@ -225,8 +225,7 @@ class ProcessGroupNCCL(WithSizes, AcceleratorProcessGroup):
             device = self._current_device()
         except Exception:
             return  # there is no device
-        # PyTorch's flight recorder names its files and pipes after the rank in the first group of the
-        # process.
+        # PyTorch's flight recorder names files and pipes after the rank in the process's first group.
         if device in _rehearsed or any(os.environ.get(name) for name in _NAMED_AFTER_FIRST_GROUP):
             return
         _rehearsed.add(device)
@@ -282,8 +281,7 @@ class ProcessGroupNCCL(WithSizes, AcceleratorProcessGroup):
     def _dump_flight_recorder(self) -> None:
         pg = self._pg  # not in `abort`: that frame would keep the group longest, and its destruction may wait
         if pg is not None:
-            # PyTorch names the pipe after the rank in the first NCCL group of the process; that may be any of
-            # these ranks.
+            # PyTorch names the pipe after the rank in the process's first NCCL group: any of these ranks.
             ranks = (self._global_rank, int(os.environ.get("RANK", "0")), pg.rank())
             any(trigger_nccl_fr_trace_through_pipe(rank) for rank in dict.fromkeys(ranks) if rank is not None)
 

@@ -122,8 +122,7 @@ class ProcessGroupTorchComms(ProcessGroup):
         store = create_store_client(store_addr, timeout=self._timeout)
         where, handle = PrefixStore("torchcomms", store), self.get_reconfigure_handle()
         self.reconfigure(exchange_handles(where, handle, rank, world_size, self._timeout))
-        # Only here: with `reconfigure`, the ranks have no common store in which they could compare their
-        # calls.
+        # Only here: with `reconfigure`, the ranks have no common store to compare their calls in.
         if enabled():
             self._checker = Checker(
                 self.getBackendName(), PrefixStore("check", store), rank, world_size, self._timeout

@@ -208,8 +208,7 @@ class ProcessGroupWrapper(Forwarding):
             raise named_timeout(e) from e.__cause__
         finally:
             self._attempt = None
-        # An abort abandons the attempt first, and releases `_pg` then. So one that has not found `_pg` is
-        # seen here.
+        # An abort abandons the attempt first, then releases `_pg`: one that has not found `_pg` is seen.
         if whole.abandoned is not None:
             aborted, box = whole.abandoned, [pg]
             del pg
@@ -499,8 +498,7 @@ class ProcessGroupWrapper(Forwarding):
         pg = self._pg
         if not self._given or type(pg) is not BaseProcessGroup:
             return self._operations, self._checker
-        # A native group may be reconfigured without this wrapper, and other wrappers of it share its
-        # operations.
+        # A native group may be reconfigured without this wrapper, and others of it share its operations.
         meeting = _meeting(pg)
         with _shared_lock:
             known = _shared.get(pg)

@@ -225,8 +225,7 @@ class AverageCheck(BatchCheck):
         return self._sent
 
     def reduces(self, step: Step) -> bool:
-        # Weights are averaged: their sample count covers all inner steps, so no unit can be missing
-        # unnoticed.
+        # Weights are averaged: their sample count covers all inner steps, so each missing unit is noticed.
         return False
 
     def is_due(self, step: Step) -> bool:

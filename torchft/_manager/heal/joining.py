@@ -49,8 +49,7 @@ _PART_SEC = 0.01
 _FIRST_SEC = 2.0
 # A request fails after this many seconds without any data, so that the next one may go to another source.
 _SILENT_SEC = 10.0
-# The most seconds that a target waits for the source's decision. The source votes at the same time as the
-# target.
+# The most seconds that a target waits for the source's decision: both vote at the same time.
 _DECISION = timedelta(seconds=1)
 
 # Refusals for which the next request may succeed. Any other source has no parts; one of upstream answers 500.

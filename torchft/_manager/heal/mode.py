@@ -21,8 +21,7 @@ from torchft._manager.settings import HealMode
 _LAST_STEPS = 2
 # Steps that are measured at a settled pace, one of them without requests, and those before the first figures.
 _STEPS, _FIRST_STEPS = 9, 3
-# Bytes of a state that a link of 100 MB/s transfers in a quarter of a second. In passing it would take some
-# steps.
+# Bytes of a state that a link of 100 MB/s transfers in 0.25 s. In passing it would take some steps.
 LITTLE = 25_000_000
 
 

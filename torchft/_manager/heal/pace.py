@@ -16,8 +16,7 @@ from typing import Optional
 
 # The part of a step that requests may cost.
 COST = 0.05
-# The share at first, and the least one. With the least one, requests do not follow each other before a
-# reduction.
+# The share at first, and the least one, with which requests do not follow each other before a reduction.
 START, LEAST = 0.25, 0.1
 # By so much the share grows in a decision, after it was halved for the first time.
 MORE = 0.05
@@ -153,8 +152,7 @@ class Pace:
         """Returns the seconds until the next request; 0: at once."""
         if self._began is None:
             return 0.0
-        # A step is measured without requests unless it takes much longer, for example because of an
-        # evaluation.
+        # A step is measured without requests unless it takes much longer, as with an evaluation.
         if self.share.quiet and (left := self._began + 2 * self._last - now) > 0:
             self._paused = True
             return left

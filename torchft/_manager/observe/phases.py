@@ -13,8 +13,7 @@ import torch.utils._pytree as pytree
 if TYPE_CHECKING:
     from torchft._manager.rank import RankState
 
-# In chronological order: wait for a quorum, connect the process group with its peers, transfer the state,
-# load it.
+# In order: wait for a quorum, connect the process group with its peers, transfer the state, load it.
 NAMES = ("quorum", "reconfigure", "transfer", "load")
 
 

@@ -43,13 +43,11 @@ def join_group(
             ``torchft.addresses`` chooses the address.
         start_server: makes the server.
     """
-    # The lighthouse's address is checked before the store is opened, because the store may have to be waited
-    # for.
+    # The lighthouse's address is checked before the store is opened, which may take long.
     lighthouse_addr = settings.require_lighthouse() if settings.group_rank == 0 else ""
     store = _open_store(settings)
     if settings.group_rank != 0:
-        # In one request: when a group starts, all its ranks query the same store, and each round trip adds to
-        # the start.
+        # In one request: when a group starts, all ranks query one store, and a round trip adds to it.
         address, full_id = (
             value.decode("utf-8") for value in store.multi_get([MANAGER_ADDR_KEY, REPLICA_ID_KEY])
         )
@@ -90,7 +88,6 @@ def _open_store(settings: Settings) -> dist.Store:
             timeout=settings.timeout,
         )
     if settings.restart_count:
-        # torchrun's agent keeps the store over a restart of the workers: keys that the previous workers wrote
-        # are stale.
+        # torchrun's agent keeps the store over a restart of the workers: their earlier keys are stale.
         return PrefixStore(f"torchft/restart_{settings.restart_count}", store)
     return store

@@ -15,8 +15,7 @@ _logger = logging.getLogger("torchft.manager")
 
 # The timeout of one call that waits for a notice; the call is repeated. Its length does not matter.
 _LONGEST_WAIT = timedelta(hours=1)
-# The pause after a notice that could not be read, so that a permanent error does not fill the disk with log
-# lines.
+# The pause after a notice that could not be read, so that a permanent error does not fill the disk.
 _LISTEN_AGAIN_SEC = 1.0
 
 

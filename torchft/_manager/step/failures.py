@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("torchft.manager")
 
-# How long the collectives of a step may take to end after the failure of a member that has done its part of
-# them.
+# How long a step's collectives may take to end after the failure of a member that has done its part.
 _REMAINDER_SEC = 1.0
 # Seconds between two looks whether they have.
 _LOOK_SEC = 0.001

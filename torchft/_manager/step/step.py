@@ -94,8 +94,7 @@ TRANSITIONS: dict[tuple[StepState, Event], StepState] = {
     # (edge.py checks this); the decision of another server is followed, as in upstream.
     **_each(_VOTED, Event.COMMIT, StepState.COMMITTED),
     **_each(_VOTED, Event.LOSE, StepState.LOST),
-    # A second vote: an unanswered vote is repeated. After a decision the group votes on the next step, in the
-    # same quorum.
+    # An unanswered vote is repeated. After a decision the group votes on the next step, in the same quorum.
     **_each((StepState.VOTED_YES, *_DECIDED), Event.YES, StepState.VOTED_YES),
     **_each((*_VOTED, *_DECIDED), Event.NO, StepState.VOTED_NO),
     # A second quorum request: an undecided step is dropped.

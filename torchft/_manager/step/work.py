@@ -97,8 +97,7 @@ class _ManagedWork(dist._Work):
         self._value = value
         self._on_success: Optional[Callable[[], object]] = None
         self._on_end: Optional[Callable[[], object]] = None
-        # Reentrant: a failure aborts the process group, which may complete this work's future in the same
-        # call.
+        # Reentrant: a failure aborts the process group, which may complete this future in the same call.
         self._lock = threading.RLock()
         self._succeeded: Optional[bool] = None  # None until it has ended
         self._mark: Optional[DeviceEvent] = (

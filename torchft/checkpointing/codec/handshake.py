@@ -67,8 +67,7 @@ class Ticket:
         return cls(**{name: fields[name] for name in kinds})  # ignores fields of later versions
 
 
-# The name of a storage that source and target both have: number of a parameter, and key of its optimizer
-# state.
+# The name of a storage of source and target: number of a parameter, and key of its optimizer state.
 Name = Tuple[int, str]
 
 

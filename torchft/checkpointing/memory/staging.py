@@ -206,8 +206,7 @@ class Unloading:
         self._stream = free_stream(device)
         self._stages = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         self._blocks = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        # The piece in host memory for the data of each stage, and the event behind the copy; None: there is
-        # no copy.
+        # Of each stage the piece in host memory, and the event behind the copy; None: there is no copy.
         self._pieces: List[Optional[torch.Tensor]] = [None, None]
         self._events: List[Any] = [None, None]
         self._turn = 0

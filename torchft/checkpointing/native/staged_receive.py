@@ -32,8 +32,7 @@ class StagedReceive:
         self._under_way: List[Wait] = []
         self._until_closed = ExitStack()
         self._free: List[torch.Tensor] = []
-        # Created after the memory is allocated, so that the copies come after the work that used this memory
-        # before.
+        # Created after the memory, so that copies come after the work that used this memory before.
         self._copies: Dict[torch.device, StreamCopies] = {}
         for device in {region.device for _, region in self._regions}:
             kind = copies_for(device.type)

@@ -151,8 +151,7 @@ class _Handler(_RequestHandler):
     def _hand_over(self, native: core.NativeOffer, grant: core.Grant, session: str, structure: bytes) -> bool:
         """Lets the native core serve this target to the end. Whether it has received everything."""
         self.close_connection = True  # after the upgrade it carries no further HTTP requests
-        # Otherwise the kernel holds back the frames until the peer acknowledges the headers, which can take
-        # 40 ms.
+        # Else the kernel holds back the frames until the peer acknowledges the headers, perhaps for 40 ms.
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.send_response(HTTPStatus.SWITCHING_PROTOCOLS)
         self.send_header("Connection", "Upgrade")

@@ -95,8 +95,7 @@ class GlooConnections:
             if found is None:
                 self._complete = self._complete and not is_open(descriptor, connection.inode)
                 continue
-            # On a duplicate descriptor, so that only the checked socket can be cut, even if Gloo closes its
-            # descriptor.
+            # On a duplicate descriptor, so that only the checked socket can be cut: Gloo may close its own.
             with found[0] as duplicate:
                 if found[1] == connection:
                     with contextlib.suppress(OSError):  # the peer has closed it already

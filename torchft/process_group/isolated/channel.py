@@ -86,8 +86,7 @@ class Channel:
                 _UNRESPONSIVE_SEC, (protocol.NOTE, device, note), descriptor
             ),
         )
-        # Guards the attributes below. Reentrant: a garbage collection may call `close` on a thread that holds
-        # it.
+        # Guards the attributes below. Reentrant: a garbage collection may call `close` on its thread.
         self._lock = threading.RLock()
         # Held while a thread uses the socket, so that the reader does not close it in the meantime.
         self._send_lock = threading.RLock()

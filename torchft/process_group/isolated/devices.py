@@ -9,8 +9,7 @@ from typing import Any, Callable, Optional
 from torchft.process_group.isolated.operation import _OpMetadata
 from torchft.process_group.isolated.sharing import Sharing
 
-# Makes the trainer's end for a device type, from the type's number and a function that sends notes to the
-# worker.
+# Makes the trainer's end for a device type, from its number and a function that sends notes to the worker.
 MakeSharing = Callable[[int, Callable[[Any, Optional[int]], None]], Sharing]
 
 

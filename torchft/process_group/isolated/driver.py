@@ -56,8 +56,7 @@ class CudaDriver:
             raise RuntimeError(f"{name} failed with error {error} of CUDA's driver")
 
     def _use(self) -> None:
-        # CUDA's runtime makes the context current on a thread with the first call that needs it, the driver
-        # does not.
+        # CUDA's runtime makes the context current on a thread with its first call, the driver does not.
         self._call("cuCtxSetCurrent", self._context)
 
     def register(self, address: int, size: int) -> int:

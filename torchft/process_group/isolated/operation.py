@@ -60,8 +60,7 @@ class _OpMetadata:
         self._running = threading.Lock()
         self._running.acquire()
         self.error: Optional[Exception] = None
-        # Device and mark of the events on the worker's device that follow the operation; set when it has
-        # answered.
+        # Device and mark of the events on the worker's device behind the operation; set with its answer.
         self.marks: Sequence[tuple[int, Any]] = ()
         self.future: Optional[_FutureMetadata] = None
         # Ends the worker if a stream waits too long for the operation.

@@ -27,8 +27,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(control: int, trainer: int) -> None:
     """Serves until the trainer, a process id, has ended or closes its end. Does not return."""
-    # Ctrl-C and SIGTERM reach the whole process group. Only the trainer acts on them; this process ends with
-    # it.
+    # Ctrl-C and SIGTERM reach the whole process group. Only the trainer acts; this process ends with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     error = None
@@ -39,8 +38,7 @@ def main(control: int, trainer: int) -> None:
         traceback.print_exc()
         error = type(e).__name__, f"the worker's process could not start: {e}"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
-    # Garbage collections in workers skip the present objects: touching them would copy memory that workers
-    # share.
+    # Garbage collections in workers skip the present objects: touching them would copy shared memory.
     gc.collect()
     gc.freeze()
     try:

@@ -38,8 +38,7 @@ Notify = Callable[[Any, Optional[int]], None]
 class Registration(Protocol):
     """A tensor of the trainer that the worker may use."""
 
-    # The argument of the worker's `borrow`, a record (see `protocol`): small and complete, as each operation
-    # has it.
+    # The argument of the worker's `borrow`, a record (see `protocol`): small, as each operation has it.
     ref: Any
 
     def fetch(self) -> None:

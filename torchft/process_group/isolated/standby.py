@@ -51,8 +51,7 @@ class _Server:
                 "isolated groups need Linux 5.3 or newer, and a Python that was built for it"
             ) from e
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # The server ends when this socket is closed. PR_SET_PDEATHSIG would end it with the thread that
-        # started it.
+        # The server ends when this socket is closed; with PR_SET_PDEATHSIG it would with its starting thread.
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _START, json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())],

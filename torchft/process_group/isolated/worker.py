@@ -92,8 +92,7 @@ class Worker:
     ) -> None:
         import sys
 
-        # Two versions have different options and handles of memory, so the result could be wrong without an
-        # error.
+        # Two versions differ in options and handles of memory: the result could be wrong without an error.
         if pytorch != torch.__version__:
             raise RuntimeError(
                 f"the worker has imported PyTorch {torch.__version__} from {torch.__path__[0]}, and the "

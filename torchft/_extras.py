@@ -14,9 +14,7 @@ import torch
 
 
 class Extras:
-    """The extras for a stand-in of a Manager: most of them do nothing. A Manager has those of
-    ``_manager/extras.py``. `manager`: the stand-in.
-    """
+    """The extras for a stand-in of a Manager: most do nothing. A Manager has ``_manager/extras.py``."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager

@@ -53,9 +53,7 @@ def end_with_torchrun() -> None:
 
 
 def connect(device: torch.device, isolated: bool, **settings: Any) -> Manager:
-    """Makes the process groups within and between the groups, and the Manager of this rank. ValueError: a
-    setting is missing or out of range.
-    """
+    """Makes the process groups within and between groups, and the Manager. ValueError: settings are bad."""
     if not (os.environ.get("TORCHFT_LIGHTHOUSE") or settings.get("lighthouse_addr")):
         raise ValueError(
             "TORCHFT_LIGHTHOUSE is not set, the address of the job's lighthouse (http://host:port): "

@@ -111,9 +111,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
 
 
 def replicated(models: list[nn.Module], loader: ElasticDataLoader) -> list[torch.Tensor]:
-    """Returns the parameters that the ranks of this group hold alike, while they read different data.
-    `models`: as the loop uses them.
-    """
+    """The parameters of ``models`` that the ranks of this group hold alike while they read different data."""
     several = loader.data_world_size > 1
     wrapped = [each for each in models if several and isinstance(each, DistributedDataParallel)]
     return [parameter for each in wrapped for parameter in (*each.more, *each.parameters())]

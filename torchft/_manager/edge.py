@@ -469,9 +469,7 @@ def _future_if_any(work: Any) -> Optional[torch.futures.Future[Any]]:
 
 
 def timeout_of(manager: Any) -> timedelta:
-    """The timeout of the Manager that began a work. For a test double without a timeout it is that of a
-    Manager by default, so that every wait ends.
-    """
+    """The timeout of the Manager that began a work; of a test double without one, a Manager's default."""
     timeout = getattr(manager, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else _DEFAULT_TIMEOUT
 

@@ -42,9 +42,7 @@ Read = Callable[[str, str], Optional[list[str]]]
 
 
 class LayoutDiffers(ValueError):
-    """Another group reduces different tensors, or trains on different data. `must_end`: whether this group
-    has to change, so that its process must end.
-    """
+    """Another group reduces other tensors, or trains on other data. `must_end`: this group has to change."""
 
     def __init__(self, message: str, must_end: bool) -> None:
         super().__init__(message)

@@ -75,9 +75,7 @@ class Loader(Protocol):
         ...
 
     def units_added(self) -> bool:
-        """Whether the gradients hold all units of this rank; False before its first unit. Raises an error if
-        they hold only some of the units.
-        """
+        """Whether the gradients hold all units of this rank; False before the first. Raises if only some."""
         ...
 
     def send_samples(self) -> int:

@@ -56,9 +56,7 @@ _SHOWN = 3  # tensors named in a message
 
 
 class Diverged(RuntimeError):
-    """The weights or the optimizer state of this group differ from those of the others. `gives_way`: whether
-    this group heals; otherwise it is evicted.
-    """
+    """This group's weights or optimizer state differ from the others'. `gives_way`: heals, or is evicted."""
 
     def __init__(self, message: str, gives_way: bool) -> None:
         super().__init__(message)
@@ -173,9 +171,7 @@ class Digests(NamedTuple):
 
 
 class Digester:
-    """Computes the digests of a part of the state in each step. `setting`: commits in a sweep; None: chosen
-    by the size of the state.
-    """
+    """Digests a part of the state in each step. `setting`: commits in a sweep; None: by the state's size."""
 
     def __init__(self, state: RegisteredState, setting: Optional[int]) -> None:
         self._state = state

@@ -303,9 +303,7 @@ class InPassing:
         return Fetch.REST if self._ends else Fetch.NOTHING
 
     def has(self, number: int, key: str) -> torch.UntypedStorage:
-        """The memory of a parameter, or of a tensor of its optimizer state, that has arrived in passing.
-        KeyError: there is none of this name.
-        """
+        """Memory of a parameter, or of its optimizer state, that has arrived in passing, or KeyError."""
         target = self._target
         if target is None:
             raise KeyError("the heal in passing has ended")

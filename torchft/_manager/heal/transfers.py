@@ -90,9 +90,7 @@ class Transfers:
             self._logger.warn(f"the groups that heal from this one may wait until their timeout: {e}")
 
     def arrived(self) -> bool:
-        """Waits until the device has sent the state that this group serves, and received the state that it
-        fetched. Returns False on a timeout.
-        """
+        """Waits until the device has sent the served state and received the fetched one. False: timeout."""
         try:
             self._background.join(self._rank_state.timeout, self._recovery.pending)
         except Exception as e:

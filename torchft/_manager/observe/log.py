@@ -144,9 +144,7 @@ class _ManagerLogger:
     def divergence_event(
         self, text: str, digested_step: int, groups: list[str], tensors: list[str], certain: bool
     ) -> None:
-        """Groups have different weights or optimizer state. ``certain``: whether a majority of equal groups
-        shows which groups are wrong.
-        """
+        """Groups differ in weights or optimizer state. ``certain``: a majority shows which are wrong."""
         self.warn(text)
         fields = {"groups": ", ".join(groups), "tensors": "; ".join(tensors), "certain": certain}
         self._event("divergences", text, logging.ERROR, digested_step=digested_step, **fields)

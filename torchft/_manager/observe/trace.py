@@ -60,8 +60,6 @@ class StepTrace:
 
 
 def step_trace(replica_id: str, group_rank: int) -> Optional[StepTrace]:
-    """Traces of a rank's steps; None unless the environment asks for them. ValueError: OTEL_TRACES_EXPORTER
-    names an unknown exporter.
-    """
+    """Traces of a rank's steps; None unless the environment asks. ValueError: for an unknown exporter."""
     otel = otel_for("TRACES", "traces")
     return None if otel is None else StepTrace(otel.tracer(), replica_id, group_rank)

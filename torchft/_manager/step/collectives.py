@@ -130,9 +130,7 @@ class Collectives:
             self._aborting.release()
 
     def retire(self) -> None:
-        """Makes late failures of this step's collectives abort nothing, since the next step begins. Waits for
-        an abort that is in progress.
-        """
+        """Makes late failures of this step's collectives abort nothing. Waits for an abort in progress."""
         with self._aborting:
             self._retired = True
 

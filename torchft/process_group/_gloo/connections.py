@@ -116,9 +116,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 @atexit.register
 def _shutdown_all() -> None:
-    """Cuts all connections at the end of the process. Otherwise the destruction of a Gloo group would wait
-    for its operations, until their timeout.
-    """
+    """Cuts all connections at the end: the destruction of a Gloo group would wait for its operations."""
     for connections in list(_all):
         connections.shutdown()
 

@@ -51,9 +51,7 @@ _CLOSED = "Connection closed by peer"
 
 
 class Operations:
-    """The operations in flight among one set of peers. `connections`: the group's connections; without them
-    only `end` ends operations.
-    """
+    """The operations in flight among a set of peers. Without `connections` only `end` ends operations."""
 
     def __init__(self, name: str, connections: Optional[GlooConnections] = None) -> None:
         self.name = name
@@ -80,9 +78,7 @@ class Operations:
         self.connections = None
 
     def over(self, collective: bool = True) -> Optional[Exception]:
-        """Returns the reason why no operation will end by itself any more; None if one still may. For a
-        `collective` the end of one peer suffices.
-        """
+        """Why no operation will end by itself any more; None: one may. A `collective` ends with any peer."""
         now = time.monotonic()
         if self._ended is None:
             self._look(now)

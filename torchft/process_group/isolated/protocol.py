@@ -107,9 +107,7 @@ def _send(to: socket.socket, data: bytes, descriptors: Sequence[int], timeout: f
 
 
 def receive(source: socket.socket) -> tuple[Any, list[int]]:
-    """Waits for the next record. Returns it and the descriptors that came with it, which the caller closes.
-    EOFError: the other end is closed.
-    """
+    """Waits for a record, and descriptors, which the caller closes. EOFError: the other end is closed."""
     while True:
         try:
             data, descriptors, _, _ = socket.recv_fds(source, _LONG, 2)

@@ -87,9 +87,7 @@ class Servers:
             return self._server
 
     def spawn(self, settings: dict[str, Any], channel: Channel) -> None:
-        """Asks for a worker with `settings` (`worker.main`). OSError: the server has ended at this moment;
-        the next one is asked for the next worker.
-        """
+        """Asks for a worker with `settings` (`worker.main`). OSError: the server has ended just now."""
         with self._lock:
             channel.server = server = self.get()
             try:

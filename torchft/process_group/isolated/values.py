@@ -45,9 +45,7 @@ def reached(now: int, value: int) -> bool:
 
 
 class Page:
-    """Slots in memory that two processes map, and that the devices of both read and write. It is never
-    unmapped. RuntimeError: the driver refuses.
-    """
+    """Memory slots of two processes and their devices, never unmapped. RuntimeError: the driver refuses."""
 
     def __init__(self, driver: Driver, stream: Any, descriptor: int) -> None:
         self._driver = driver

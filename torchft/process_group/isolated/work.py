@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 
 class _BabyWork(_OrderedByWait):
-    """An operation in the worker: number `op_id` in `pg`. `stream`: the current stream of the call; None if
-    there are only CPU tensors.
-    """
+    """An operation `op_id` in `pg`'s worker. `stream`: the current one then; None: CPU tensors only."""
 
     def __init__(self, pg: ProcessGroupBaby, op_id: int, stream: Optional[torch.Stream]) -> None:
         super().__init__()

@@ -94,6 +94,7 @@ class QuorumRequest:
         replays_failed_steps: whether this rank replays failed steps. Its group does if all of its ranks do.
         asks_each_step: whether this rank's group asks for each step, so that no quorum with it stands
             (LocalSGD).
+        cuts_by_speed: whether this rank's loader cuts batches by the speeds of the groups, if all groups do.
         layout: digest and size of the tensors that this rank reduces; empty: not known. The lighthouse
             refuses a group that reduces other tensors than the groups of the job.
         drain: whether this rank requests that its group drains. The result reports that to all ranks of the
@@ -112,6 +113,7 @@ class QuorumRequest:
     committed_quorum_id: int = 0
     replays_failed_steps: bool = False
     asks_each_step: bool = False
+    cuts_by_speed: bool = False
     layout: str = ""
     drain: bool = False
     traceparent: str = field(default="", compare=False)
@@ -175,6 +177,9 @@ class QuorumResult:
         additional_source_addresses: managers of this group's additional sources; empty unless ``heal``.
         help_dst_replica_ranks: groups that heal from another one, and use this one as an additional source.
         draining: whether this group drains, so that this is its last step.
+        speeds: how fast the participants are, in the order of their ranks, for the cut of a batch: only the
+            ratios count. Empty: equally fast.
+        max_speeds: the same of the participants at ``max_step``.
     """
 
     quorum_id: int = 0
@@ -197,6 +202,8 @@ class QuorumResult:
     additional_source_addresses: list[str] = field(default_factory=list)
     help_dst_replica_ranks: list[int] = field(default_factory=list)
     draining: bool = False
+    speeds: list[int] = field(default_factory=list)
+    max_speeds: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

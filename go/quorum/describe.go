@@ -56,6 +56,7 @@ type MemberStatus struct {
 	Stalled        string  `json:"stalled,omitempty"`   // its activity while the others wait for it
 	Straggler      string  `json:"straggler,omitempty"` // by how much it is slower than the others
 	OwnMS          float64 `json:"own_ms,omitempty"`    // of its work in a step
+	Speed          int64   `json:"speed,omitempty"`     // by which the batch is cut; 0: equal ones
 	Out            string  `json:"out,omitempty"`       // why it counts as failed until it asks again
 	Suspect        bool    `json:"suspect,omitempty"`   // its connection broke a moment ago
 	Standby        bool    `json:"standby,omitempty"`   // it asks, and is held back until a group fails
@@ -107,10 +108,13 @@ func (m *Machine) Describe(now time.Time) Status {
 			s.Reason = stands
 		}
 	}
-	last := map[string]Member{}
+	last, speeds := map[string]Member{}, map[string]int64{}
 	if q := m.past.latest; q != nil {
 		s.QuorumID, s.Created, s.QuorumAgeMS = q.ID, q.Created, now.Sub(q.Created).Milliseconds()
-		for _, member := range q.Members {
+		for i, member := range q.Members {
+			if q.HasSpeeds() {
+				speeds[member.ReplicaID] = q.Speeds[i]
+			}
 			s.Quorum = append(s.Quorum, member.ReplicaID)
 			if r := m.roster.members[member.ReplicaID]; r != nil && m.standing.holds(r) {
 				member.Step = max(member.Step, r.step)
@@ -139,6 +143,7 @@ func (m *Machine) Describe(now time.Time) Status {
 			Stalled:        m.watch.stalled[r.id],
 			Straggler:      m.stragglers.slow[r.id],
 			OwnMS:          float64(r.pace.Own) / 1e6,
+			Speed:          speeds[r.id],
 			Out:            r.out,
 			Draining:       r.draining,
 			Suspect:        r.suspect != nil,

@@ -24,6 +24,7 @@ type Machine struct {
 	watch      watch      // members that make no progress
 	stragglers stragglers // members that are slower than the others
 	standing   standing   // whether the members train on without requests
+	speeds     speeds     // by which the members cut a batch
 	poison     poison     // exceptions that end members
 	seats      seats      // newcomers that are held back
 	search     search     // for a quorum that a member knows, and this lighthouse does not
@@ -49,6 +50,7 @@ func NewMachine(policy Policy, start time.Time, term int64) *Machine {
 	m.watch = watch{core: shared, past: past, reconnect: &m.reconnect}
 	m.stragglers = stragglers{core: shared, past: past}
 	m.standing = standing{core: shared, past: past, watch: &m.watch}
+	m.speeds = speeds{core: shared, past: past, standing: &m.standing}
 	m.seats = seats{core: shared}
 	m.search = search{core: shared, past: past}
 	m.poison = poison{core: shared}
@@ -183,6 +185,7 @@ func (m *Machine) take(event Event) (decide bool) {
 		m.standing.tick()
 		m.watch.tick()
 		m.stragglers.tick()
+		m.speeds.tick()
 		m.drains.tick()
 		m.poison.tick()
 		return true

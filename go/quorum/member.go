@@ -26,6 +26,8 @@ type Member struct {
 	// AsksEachStep: the group asks for each step, so that a quorum with it never stands. A failure between
 	// two of its steps, which may take minutes (LocalSGD), costs none then.
 	AsksEachStep bool `json:"-"`
+	// CutsBySpeed: its loader cuts a batch by the speeds of the groups (Quorum.Speeds), if those of all do.
+	CutsBySpeed bool `json:"-"`
 	// reconfigure handles, one per group rank; empty if the group runs version 0.2.0
 	Handles []string `json:"-"`
 	// Layouts: a digest and the size of what each rank reduces, or a single one that all ranks have; empty:
@@ -54,7 +56,7 @@ func (m *Member) SameButState(o *Member) bool {
 	return m.ReplicaID == o.ReplicaID && m.Address == o.Address && m.StoreAddress == o.StoreAddress &&
 		m.WorldSize == o.WorldSize && m.ShrinkOnly == o.ShrinkOnly &&
 		m.ReplaysFailedSteps == o.ReplaysFailedSteps && m.AsksEachStep == o.AsksEachStep &&
-		m.Data == o.Data &&
+		m.CutsBySpeed == o.CutsBySpeed && m.Data == o.Data &&
 		slices.Equal(m.Handles, o.Handles) && slices.Equal(m.Layouts, o.Layouts) &&
 		bytes.Equal(m.Unknown, o.Unknown)
 }

@@ -18,6 +18,8 @@ type Quorum struct {
 	// Stands: its members train on in it, without a request for each step, until the lighthouse calls the
 	// next quorum (standing.go).
 	Stands bool
+	// Speeds are those of the members, in order, by which they cut a batch (speeds.go); nil: equal ones.
+	Speeds []int64
 }
 
 // At returns the quorum at a later step, when all of its members are in this state.

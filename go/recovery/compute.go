@@ -56,6 +56,12 @@ func NewView(replicaID string, q *quorum.Quorum) (*View, error) {
 		upToDate = append(upToDate, i)
 	}
 	r.MaxWorldSize = int64(len(upToDate))
+	if q.HasSpeeds() {
+		r.Speeds = q.Speeds
+		for _, i := range upToDate {
+			r.MaxSpeeds = append(r.MaxSpeeds, q.Speeds[i])
+		}
+	}
 	return &View{members: members, complete: complete, common: r, upToDate: upToDate}, nil
 }
 

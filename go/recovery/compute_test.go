@@ -323,3 +323,21 @@ func TestAdditionalSources(t *testing.T) {
 		})
 	}
 }
+
+func TestTheSpeedsOfAllMembersAndOfThoseAtTheLargestStep(t *testing.T) {
+	q := at(5, 2, 5)
+	q.Speeds = []int64{100, 50, 200}
+	for _, id := range []string{"a", "b", "c"} {
+		r, err := compute(id, 0, q, false)
+		require.NoError(t, err)
+		require.Equal(t, []int64{100, 50, 200}, r.Speeds)
+		require.Equal(t, []int64{100, 200}, r.MaxSpeeds)
+	}
+	for _, speeds := range [][]int64{nil, {100, 50}, {100, 0, 200}} {
+		q.Speeds = speeds
+		r, err := compute("a", 0, q, false)
+		require.NoError(t, err)
+		require.Nil(t, r.Speeds)
+		require.Nil(t, r.MaxSpeeds)
+	}
+}

@@ -49,6 +49,8 @@ type Result struct {
 	Handles []string `json:"reconfigure_handles,omitempty"`
 	// replica_ids of the members that sent none
 	WithoutHandles []string `json:"replicas_without_handles,omitempty"`
+	Speeds         []int64  `json:"speeds,omitempty"`     // of the members, in order; nil: equal
+	MaxSpeeds      []int64  `json:"max_speeds,omitempty"` // of those at MaxStep
 }
 
 // SameButStep reports whether two results differ in nothing but the step.

@@ -24,6 +24,8 @@ type Request struct {
 	ReplaysFailedSteps bool `json:"replays_failed_steps"`
 	// AsksEachStep: no quorum of this rank's group stands (quorum.Member).
 	AsksEachStep bool `json:"asks_each_step"`
+	// CutsBySpeed: this rank's loader cuts a batch by the speeds of the groups (quorum.Member).
+	CutsBySpeed bool `json:"cuts_by_speed"`
 	// Layout has a digest of the tensors that this rank reduces, and their size (quorum.Member.Layouts);
 	// empty: not known.
 	Layout string `json:"layout"`
@@ -51,7 +53,7 @@ func sameRequest(a, b QuorumAsked) bool { return a.Request == b.Request }
 func merge(member quorum.Member, ranks []*QuorumAsked) (_ quorum.Member, agree bool) {
 	first := ranks[0]
 	agree = true
-	member.ReplaysFailedSteps = true
+	member.ReplaysFailedSteps, member.CutsBySpeed = true, true
 	member.Step, member.CommittedQuorumID = first.Step, first.CommittedQuorumID
 	silent := slices.ContainsFunc(ranks, func(a *QuorumAsked) bool { return a.CommittedQuorumID == 0 })
 	handles := make([]string, 0, len(ranks))
@@ -62,6 +64,7 @@ func merge(member quorum.Member, ranks []*QuorumAsked) (_ quorum.Member, agree b
 		member.ShrinkOnly = member.ShrinkOnly || a.ShrinkOnly
 		member.AsksEachStep = member.AsksEachStep || a.AsksEachStep
 		member.ReplaysFailedSteps = member.ReplaysFailedSteps && a.ReplaysFailedSteps
+		member.CutsBySpeed = member.CutsBySpeed && a.CutsBySpeed
 		member.CommitFailures = max(member.CommitFailures, a.CommitFailures)
 		if a.Handle != "" {
 			handles = append(handles, a.Handle)

@@ -194,7 +194,7 @@ type upstreamMember struct {
 }
 
 func (u upstreamMember) Quorum(ctx context.Context, m quorum.Member, _ int64) (*quorum.Quorum, error) {
-	m.CommittedQuorumID, m.ReplaysFailedSteps, m.Handles = 0, false, nil
+	m.CommittedQuorumID, m.ReplaysFailedSteps, m.CutsBySpeed, m.Handles = 0, false, false, nil
 	return u.g.observe(m, func() (*quorum.Quorum, error) {
 		resp, err := u.stub.Quorum(ctx, &torchftpb.LighthouseQuorumRequest{Requester: wire.MemberToProto(m)})
 		if err != nil {

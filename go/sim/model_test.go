@@ -117,7 +117,7 @@ func (r *model) ask() round.Request {
 	return round.Request{
 		GroupRank: int64(r.index), Step: r.step, CommitFailures: r.failures, CommittedQuorumID: r.committed,
 		InitSync:       r.j.initSync,
-		GroupWorldSize: int64(r.j.ranks), ReplaysFailedSteps: r.j.replays(r.l.slot),
+		GroupWorldSize: int64(r.j.ranks), ReplaysFailedSteps: r.j.replays(r.l.slot), CutsBySpeed: true,
 	}
 }
 
@@ -236,6 +236,9 @@ func (j *judge) contributes(p *plane, r *model) {
 	case h.plan.MaxWorldSize != r.plan.MaxWorldSize:
 		j.broken(ruleDivisor, "in quorum %d at step %d, %s divides by %d, %s by %d", id, r.step, h,
 			h.plan.MaxWorldSize, r, r.plan.MaxWorldSize)
+	case !slices.Equal(h.plan.MaxSpeeds, r.plan.MaxSpeeds):
+		j.broken(ruleDivisor, "in quorum %d at step %d, %s cuts the batch by %v, %s by %v", id, r.step, h,
+			h.plan.MaxSpeeds, r, r.plan.MaxSpeeds)
 	case h.step != r.step || h.digest != r.digest:
 		j.broken(ruleEqual, "in quorum %d, %s trains step %d with state %x, %s step %d with state %x", id, h,
 			h.step, h.digest>>48, r, r.step, r.digest>>48)

@@ -22,7 +22,7 @@ const (
 	ruleOwn       = "each contribution to an average has gradients of the contributor's own weights"
 	ruleKept      = "a failure costs no step that a live group has computed"
 	ruleOnce      = "no step is committed again by a replay"
-	ruleDivisor   = "all contributors to an average divide by the same number"
+	ruleDivisor   = "all contributors to an average divide by the same number, and cut the batch alike"
 	ruleVote      = "a group commits only what all its ranks voted for in the same attempt"
 	ruleForms     = "enough connected members form a quorum within a bounded time"
 	ruleCause     = "a group counts as failed for a true cause, never by the report of one other"

@@ -192,6 +192,7 @@ type QuorumMember struct {
 	// the remaining groups.
 	ReplaysFailedSteps bool `protobuf:"varint,140,opt,name=replays_failed_steps,json=replaysFailedSteps,proto3" json:"replays_failed_steps,omitempty"`
 	AsksEachStep       bool `protobuf:"varint,142,opt,name=asks_each_step,json=asksEachStep,proto3" json:"asks_each_step,omitempty"` // it asks for each step: a quorum with it does not stand
+	CutsBySpeed        bool `protobuf:"varint,143,opt,name=cuts_by_speed,json=cutsBySpeed,proto3" json:"cuts_by_speed,omitempty"`    // its loader cuts a batch by Quorum.speeds
 	// The layouts of its ranks (ManagerQuorumRequest.layout): one per group rank, or a single one that all of them have.
 	// Empty: a rank announces none. A lighthouse never admits a group whose layouts differ from those of the job.
 	Layouts       []string `protobuf:"bytes,141,rep,name=layouts,proto3" json:"layouts,omitempty"`
@@ -313,6 +314,13 @@ func (x *QuorumMember) GetAsksEachStep() bool {
 	return false
 }
 
+func (x *QuorumMember) GetCutsBySpeed() bool {
+	if x != nil {
+		return x.CutsBySpeed
+	}
+	return false
+}
+
 func (x *QuorumMember) GetLayouts() []string {
 	if x != nil {
 		return x.Layouts
@@ -321,11 +329,14 @@ func (x *QuorumMember) GetLayouts() []string {
 }
 
 type Quorum struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
-	Participants  []*QuorumMember        `protobuf:"bytes,2,rep,name=participants,proto3" json:"participants,omitempty"` // ordered by replica_id
-	Created       *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=created,proto3" json:"created,omitempty"`
-	Stands        bool                   `protobuf:"varint,100,opt,name=stands,proto3" json:"stands,omitempty"` // the members train on, and do not ask, until the next quorum is called
+	state        protoimpl.MessageState `protogen:"open.v1"`
+	QuorumId     int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
+	Participants []*QuorumMember        `protobuf:"bytes,2,rep,name=participants,proto3" json:"participants,omitempty"` // ordered by replica_id
+	Created      *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=created,proto3" json:"created,omitempty"`
+	Stands       bool                   `protobuf:"varint,100,opt,name=stands,proto3" json:"stands,omitempty"` // the members train on, and do not ask, until the next quorum is called
+	// How fast the participants are, in their order: only the ratios count. The lighthouse sends them if all of them cut
+	// a batch by their speeds. Empty: equally fast.
+	Speeds        []int64 `protobuf:"varint,101,rep,packed,name=speeds,proto3" json:"speeds,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -386,6 +397,13 @@ func (x *Quorum) GetStands() bool {
 		return x.Stands
 	}
 	return false
+}
+
+func (x *Quorum) GetSpeeds() []int64 {
+	if x != nil {
+		return x.Speeds
+	}
+	return nil
 }
 
 type LighthouseQuorumRequest struct {
@@ -601,6 +619,7 @@ type ManagerQuorumRequest struct {
 	// As QuorumMember.replays_failed_steps: the group replays failed steps if all its ranks do.
 	ReplaysFailedSteps bool `protobuf:"varint,140,opt,name=replays_failed_steps,json=replaysFailedSteps,proto3" json:"replays_failed_steps,omitempty"`
 	AsksEachStep       bool `protobuf:"varint,142,opt,name=asks_each_step,json=asksEachStep,proto3" json:"asks_each_step,omitempty"` // as QuorumMember.asks_each_step
+	CutsBySpeed        bool `protobuf:"varint,143,opt,name=cuts_by_speed,json=cutsBySpeed,proto3" json:"cuts_by_speed,omitempty"`    // as QuorumMember.cuts_by_speed: the group's batches are cut so if all its ranks do
 	// Digest and size of the tensors that this rank reduces, for people and to be compared; empty: not known.
 	Layout      string `protobuf:"bytes,141,opt,name=layout,proto3" json:"layout,omitempty"`
 	Traceparent string `protobuf:"bytes,150,opt,name=traceparent,proto3" json:"traceparent,omitempty"` // W3C trace context of the step, empty unless the rank traces
@@ -717,6 +736,13 @@ func (x *ManagerQuorumRequest) GetAsksEachStep() bool {
 	return false
 }
 
+func (x *ManagerQuorumRequest) GetCutsBySpeed() bool {
+	if x != nil {
+		return x.CutsBySpeed
+	}
+	return false
+}
+
 func (x *ManagerQuorumRequest) GetLayout() string {
 	if x != nil {
 		return x.Layout
@@ -768,7 +794,9 @@ type ManagerQuorumResponse struct {
 	// Replica ranks of groups that heal from another source and use this group as an additional one.
 	HelpDstReplicaRanks []int64 `protobuf:"varint,121,rep,packed,name=help_dst_replica_ranks,json=helpDstReplicaRanks,proto3" json:"help_dst_replica_ranks,omitempty"`
 	// The group is drained: this is its last step. All ranks of the group learn of it with the same quorum.
-	Draining      bool `protobuf:"varint,150,opt,name=draining,proto3" json:"draining,omitempty"`
+	Draining      bool    `protobuf:"varint,150,opt,name=draining,proto3" json:"draining,omitempty"`
+	Speeds        []int64 `protobuf:"varint,143,rep,packed,name=speeds,proto3" json:"speeds,omitempty"`                        // as Quorum.speeds
+	MaxSpeeds     []int64 `protobuf:"varint,144,rep,packed,name=max_speeds,json=maxSpeeds,proto3" json:"max_speeds,omitempty"` // those of the participants at max_step
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -941,6 +969,20 @@ func (x *ManagerQuorumResponse) GetDraining() bool {
 		return x.Draining
 	}
 	return false
+}
+
+func (x *ManagerQuorumResponse) GetSpeeds() []int64 {
+	if x != nil {
+		return x.Speeds
+	}
+	return nil
+}
+
+func (x *ManagerQuorumResponse) GetMaxSpeeds() []int64 {
+	if x != nil {
+		return x.MaxSpeeds
+	}
+	return nil
 }
 
 type CheckpointMetadataRequest struct {
@@ -3717,7 +3759,8 @@ type QuorumStates struct {
 	CommittedQuorumId int64                  `protobuf:"varint,5,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
 	CommitFailures    int64                  `protobuf:"varint,6,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
 	Others            []*PlacedState         `protobuf:"bytes,7,rep,name=others,proto3" json:"others,omitempty"`
-	Stands            bool                   `protobuf:"varint,8,opt,name=stands,proto3" json:"stands,omitempty"` // as Quorum.stands
+	Stands            bool                   `protobuf:"varint,8,opt,name=stands,proto3" json:"stands,omitempty"`        // as Quorum.stands
+	Speeds            []int64                `protobuf:"varint,9,rep,packed,name=speeds,proto3" json:"speeds,omitempty"` // as Quorum.speeds
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
 }
@@ -3799,6 +3842,13 @@ func (x *QuorumStates) GetStands() bool {
 		return x.Stands
 	}
 	return false
+}
+
+func (x *QuorumStates) GetSpeeds() []int64 {
+	if x != nil {
+		return x.Speeds
+	}
+	return nil
 }
 
 type PlacedState struct {
@@ -4022,7 +4072,7 @@ var File_torchft_proto protoreflect.FileDescriptor
 
 const file_torchft_proto_rawDesc = "" +
 	"\n" +
-	"\rtorchft.proto\x12\atorchft\x1a\x1fgoogle/protobuf/timestamp.proto\"\xd3\x03\n" +
+	"\rtorchft.proto\x12\atorchft\x1a\x1fgoogle/protobuf/timestamp.proto\"\xf8\x03\n" +
 	"\fQuorumMember\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\x12\x18\n" +
@@ -4038,13 +4088,15 @@ const file_torchft_proto_rawDesc = "" +
 	"\x13reconfigure_handles\x18\t \x03(\tR\x12reconfigureHandles\x12.\n" +
 	"\x13committed_quorum_id\x18d \x01(\x03R\x11committedQuorumId\x121\n" +
 	"\x14replays_failed_steps\x18\x8c\x01 \x01(\bR\x12replaysFailedSteps\x12%\n" +
-	"\x0easks_each_step\x18\x8e\x01 \x01(\bR\fasksEachStep\x12\x19\n" +
-	"\alayouts\x18\x8d\x01 \x03(\tR\alayouts\"\xae\x01\n" +
+	"\x0easks_each_step\x18\x8e\x01 \x01(\bR\fasksEachStep\x12#\n" +
+	"\rcuts_by_speed\x18\x8f\x01 \x01(\bR\vcutsBySpeed\x12\x19\n" +
+	"\alayouts\x18\x8d\x01 \x03(\tR\alayouts\"\xc6\x01\n" +
 	"\x06Quorum\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x129\n" +
 	"\fparticipants\x18\x02 \x03(\v2\x15.torchft.QuorumMemberR\fparticipants\x124\n" +
 	"\acreated\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12\x16\n" +
-	"\x06stands\x18d \x01(\bR\x06stands\"\xbf\x01\n" +
+	"\x06stands\x18d \x01(\bR\x06stands\x12\x16\n" +
+	"\x06speeds\x18e \x03(\x03R\x06speeds\"\xbf\x01\n" +
 	"\x17LighthouseQuorumRequest\x123\n" +
 	"\trequester\x18\x01 \x01(\v2\x15.torchft.QuorumMemberR\trequester\x12&\n" +
 	"\x0fknown_quorum_id\x18d \x01(\x03R\rknownQuorumId\x12%\n" +
@@ -4055,7 +4107,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x1aLighthouseHeartbeatRequest\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\"\x1d\n" +
-	"\x1bLighthouseHeartbeatResponse\"\x97\x04\n" +
+	"\x1bLighthouseHeartbeatResponse\"\xbc\x04\n" +
 	"\x14ManagerQuorumRequest\x12\x1d\n" +
 	"\n" +
 	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x12\n" +
@@ -4069,10 +4121,11 @@ const file_torchft_proto_rawDesc = "" +
 	"\x10group_world_size\x18d \x01(\x03R\x0egroupWorldSize\x12.\n" +
 	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\x121\n" +
 	"\x14replays_failed_steps\x18\x8c\x01 \x01(\bR\x12replaysFailedSteps\x12%\n" +
-	"\x0easks_each_step\x18\x8e\x01 \x01(\bR\fasksEachStep\x12\x17\n" +
+	"\x0easks_each_step\x18\x8e\x01 \x01(\bR\fasksEachStep\x12#\n" +
+	"\rcuts_by_speed\x18\x8f\x01 \x01(\bR\vcutsBySpeed\x12\x17\n" +
 	"\x06layout\x18\x8d\x01 \x01(\tR\x06layout\x12!\n" +
 	"\vtraceparent\x18\x96\x01 \x01(\tR\vtraceparent\x12\x15\n" +
-	"\x05drain\x18\xa0\x01 \x01(\bR\x05drain\"\xa8\a\n" +
+	"\x05drain\x18\xa0\x01 \x01(\bR\x05drain\"\xe1\a\n" +
 	"\x15ManagerQuorumResponse\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12=\n" +
 	"\x1brecover_src_manager_address\x18\x02 \x01(\tR\x18recoverSrcManagerAddress\x12<\n" +
@@ -4095,7 +4148,10 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06replay\x18\x8c\x01 \x01(\bR\x06replay\x12>\n" +
 	"\x1badditional_source_addresses\x18x \x03(\tR\x19additionalSourceAddresses\x123\n" +
 	"\x16help_dst_replica_ranks\x18y \x03(\x03R\x13helpDstReplicaRanks\x12\x1b\n" +
-	"\bdraining\x18\x96\x01 \x01(\bR\bdrainingB\x1b\n" +
+	"\bdraining\x18\x96\x01 \x01(\bR\bdraining\x12\x17\n" +
+	"\x06speeds\x18\x8f\x01 \x03(\x03R\x06speeds\x12\x1e\n" +
+	"\n" +
+	"max_speeds\x18\x90\x01 \x03(\x03R\tmaxSpeedsB\x1b\n" +
 	"\x19_recover_src_replica_rankB\x13\n" +
 	"\x11_max_replica_rank\"/\n" +
 	"\x19CheckpointMetadataRequest\x12\x12\n" +
@@ -4314,7 +4370,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x04list\x18\x01 \x01(\x04R\x04list\x12\x18\n" +
 	"\x06packed\x18\x03 \x01(\fH\x00R\x06packed\x12/\n" +
 	"\x06states\x18\x04 \x01(\v2\x15.torchft.QuorumStatesH\x00R\x06statesB\x06\n" +
-	"\x04form\"\x94\x02\n" +
+	"\x04form\"\xac\x02\n" +
 	"\fQuorumStates\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x124\n" +
 	"\acreated\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12\x12\n" +
@@ -4322,7 +4378,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x13committed_quorum_id\x18\x05 \x01(\x03R\x11committedQuorumId\x12'\n" +
 	"\x0fcommit_failures\x18\x06 \x01(\x03R\x0ecommitFailures\x12,\n" +
 	"\x06others\x18\a \x03(\v2\x14.torchft.PlacedStateR\x06others\x12\x16\n" +
-	"\x06stands\x18\b \x01(\bR\x06stands\"\x90\x01\n" +
+	"\x06stands\x18\b \x01(\bR\x06stands\x12\x16\n" +
+	"\x06speeds\x18\t \x03(\x03R\x06speeds\"\x90\x01\n" +
 	"\vPlacedState\x12\x14\n" +
 	"\x05place\x18\x01 \x01(\rR\x05place\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\x03R\x04step\x12.\n" +

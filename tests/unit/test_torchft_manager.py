@@ -109,6 +109,8 @@ def test_quorum_result_has_its_defaults_and_can_be_set() -> None:
         additional_source_addresses=[],
         help_dst_replica_ranks=[],
         draining=False,
+        speeds=[],
+        max_speeds=[],
     )
     result = QuorumResult()
     assert vars(result) == defaults

@@ -9,11 +9,12 @@
 - ``agreement``: whether the groups of a quorum are at the same position
 - ``kept``: the units whose gradients groups keep of a step that was not committed
 - ``permutation``: the order of an epoch
+- ``cut``: how many units of a batch each group computes
 - ``local_steps``: the samples of LocalSGD's and DiLoCo's inner steps
 - ``exact_sum``: sums of gradients that depend neither on their order nor on the ranks that compute them
 
-``position``, ``streams``, ``agreement``, ``kept``, ``permutation`` and ``local_steps`` are pure and free of
-torch, so names are resolved on first use.
+``position``, ``streams``, ``agreement``, ``kept``, ``permutation``, ``cut`` and ``local_steps`` are pure and
+free of torch, so names are resolved on first use.
 """
 
 from __future__ import annotations

@@ -31,10 +31,11 @@ class StepEnded(RuntimeError):
 
 
 class Membership(NamedTuple):
-    """The ranks among which a batch is divided."""
+    """The ranks among which a batch is divided, and the speeds by which it is; empty: equal ones."""
 
     rank: Optional[int]
     participants: int
+    speeds: tuple[int, ...] = ()
 
 
 class Unit:

@@ -141,6 +141,7 @@ class ElasticDataLoader:
         self._data_rank = settings.group_rank if data_rank is None else data_rank
         self._data_world_size = settings.group_world_size if data_world_size is None else data_world_size
         self._factor = self._data_world_size if reduction_in_group == "mean" else 1
+        self._speeds: tuple[int, ...] = ()  # by which the last step was cut
         self._compared: list[Callable[[], float]] = []
         self._scale = 1.0  # factor for losses with LocalSGD and DiLoCo, whose groups do not sum gradients
         self._reduction_in_group = reduction_in_group
@@ -293,6 +294,7 @@ class ElasticDataLoader:
         self,
         rank: Optional[int],
         participants: int,
+        speeds: tuple[int, ...] = (),
         kept: Collection[int] = (),
         own: Collection[int] = (),
     ) -> RankShare:
@@ -302,15 +304,16 @@ class ElasticDataLoader:
         Args:
             rank: rank of this group among the participants, None if it is not one.
             participants: groups whose gradients count.
-            kept, own: the units that participants keep, and this group: see :meth:`DataPlan.share`.
+            speeds: of these groups, by which the batch is cut: see :meth:`DataPlan.share`.
+            kept, own: the units that participants keep, and this group: see there.
         """
         position = self._position
         if rank is None and self.at_end:
             position = DataPosition()  # any position is valid, because the weight is 0
         of_rank = rank, participants, self._data_rank, self._data_world_size
         if kept or own:
-            return self._plan.share(position, *of_rank, kept, own)
-        return self._shares(position, *of_rank)
+            return self._plan.share(position, *of_rank, kept, own, speeds)
+        return self._shares(position, *of_rank, speeds=speeds)
 
     def check_samples(self, counted: int, participants: int) -> None:
         """Raises SamplesDiffer unless a step at this position has ``counted`` samples for this data rank."""
@@ -426,17 +429,26 @@ class ElasticDataLoader:
             manager._pass_step()
         if self._exact is not None:
             self._exact.begin_step()
-        membership = Membership(plan.participating_rank, plan.participants)
+        membership = Membership(plan.participating_rank, plan.participants, plan.speeds)
         again = manager._again
         kept = self._kept(plan)
         share = self.share(*membership, kept, again.units)
         if membership.rank is not None and again.enabled:
-            parts = self._plan.parts(share.position, *membership, self._data_world_size, kept)
+            rank, participants, speeds = membership
+            parts = self._plan.parts(share.position, rank, participants, self._data_world_size, kept, speeds)
             again.computes(share.position, itertools.chain(*parts))
         self._expect(membership, share)
         self._step = LoaderStep(self, share, membership, again.attempts)
         if again.units:  # their samples were counted when they were read
             self._step.counted = self._kept_counted
+        # A group that computes fewer units than others is slower than its own time shows.
+        units = self._plan.num_units(share.position)
+        usual = units / (membership.participants * self._data_world_size)
+        manager._own_time.computes(0 if kept or membership.rank is None else len(share.units) / usual)
+        if membership.speeds != self._speeds and membership.rank is not None:
+            self._speeds = membership.speeds
+            how = "by the speeds of the groups" if membership.speeds else "evenly"
+            manager._logger.info(f"a batch is cut {how}: this rank has {len(share.units)} of {units} units")
         return self._step
 
     def _kept(self, plan: Plan) -> frozenset[int]:
@@ -561,7 +573,9 @@ class ElasticDataLoader:
             membership = Membership(plan.participating_rank, plan.participants)
         share = self.share(*membership)
         of_group = sum(
-            self._plan.share(share.position, *membership, rank, self._data_world_size).samples
+            self._plan.share(
+                share.position, membership.rank, membership.participants, rank, self._data_world_size
+            ).samples
             for rank in range(self._data_world_size)
         )
         # With this factor, the losses of a group add up to the mean over its own samples.
@@ -598,7 +612,10 @@ class ElasticDataLoader:
             position = self._next(position)
             if membership.rank is None or position == self._plan.end:
                 return
-            share = self._shares(position, *membership, self._data_rank, self._data_world_size)
+            rank, participants, speeds = membership
+            share = self._shares(
+                position, rank, participants, self._data_rank, self._data_world_size, speeds=speeds
+            )
 
     def _read(self, step: LoaderStep, place: int) -> Unit:
         position, unit = step.position, step._share.units[place]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Optional
 
+from torchft.data.cut import bounds
 from torchft.data.permutation import Permutation
 
 _FORMAT = 1  # of a saved position; another permutation of the same plan needs another format
@@ -253,13 +254,15 @@ class DataPlan:
         data_world_size: int = 1,
         kept: Collection[int] = (),
         own: Collection[int] = (),
+        speeds: tuple[int, ...] = (),
     ) -> RankShare:
         """Computes the part of a rank at a position.
 
         The units are divided among the data ranks first. So data rank r of the groups reduces the same units
         in every quorum, and can check its own reduction (:meth:`RankShare.check`). The part of a data rank is
         then divided among the participants, without the units whose gradients one of them keeps from an
-        earlier attempt at this step. All parts are contiguous, and their sizes differ by at most one unit.
+        earlier attempt at this step. All parts are contiguous. Their sizes differ by at most one unit, or
+        follow the speeds of the groups: :func:`torchft.data.cut.bounds`.
 
         The ranks of a group run collectives with each other in each unit, so all get as many units as the
         rank with the most. A group that does not participate has one unit per rank. The added units have
@@ -276,14 +279,15 @@ class DataPlan:
             data_world_size: number of data ranks in a group; equal in all groups.
             kept: numbers of the units that participants keep; equal in all groups.
             own: those of them that this group keeps.
+            speeds: of the participants, in their order; equal in all groups. Empty: they are equally fast.
 
         Raises:
-            ValueError: a rank or size is out of range.
+            ValueError: a rank, size or speed is out of range.
             PositionDiffers: the plan has no such batch: it is at its end.
         """
         _check("data_world_size", data_world_size, 1)
         _check("data_rank", data_rank, 0, data_world_size - 1)
-        parts = self.parts(position, participating_rank, num_participants, data_world_size, kept)
+        parts = self.parts(position, participating_rank, num_participants, data_world_size, kept, speeds)
         part, rounds = parts[data_rank], max(1, *(len(part) for part in parts))
         size = self.batch_size(position)
         of_rank = self._of_rank(size, data_rank, data_world_size)
@@ -314,6 +318,7 @@ class DataPlan:
         num_participants: int,
         data_world_size: int = 1,
         kept: Collection[int] = (),
+        speeds: tuple[int, ...] = (),
     ) -> list[Sequence[int]]:
         """Computes the units of each data rank of a group that count: see :meth:`share`."""
         _check("num_participants", num_participants, 1)
@@ -324,9 +329,11 @@ class DataPlan:
         if participating_rank is None:
             return [each[:0] for each in slices]
         _check("participating_rank", participating_rank, 0, num_participants - 1)
+        if speeds and (len(speeds) != num_participants or min(speeds) < 1):
+            raise ValueError(f"speeds are {speeds}: allowed are {num_participants} numbers from 1, or none")
         if kept:
             slices = [[unit for unit in each if unit not in kept] for each in slices]
-        return [_part(each, participating_rank, num_participants) for each in slices]
+        return [_part(each, participating_rank, num_participants, speeds) for each in slices]
 
     def _samples(self, size: int, start: int, stop: int) -> int:
         """The number of samples in a range of units, without ``stop``, of a batch of this size."""
@@ -361,8 +368,11 @@ def _order(length: int, seed: int, epoch: int) -> Permutation:
     return Permutation(length, seed, epoch)
 
 
-def _part(units: Sequence[int], rank: int, of: int) -> Sequence[int]:
-    """Returns one of several contiguous parts, whose sizes differ by at most one."""
+def _part(units: Sequence[int], rank: int, of: int, speeds: tuple[int, ...]) -> Sequence[int]:
+    """Returns one of several contiguous parts, whose sizes follow the speeds, or differ by at most one."""
+    if speeds:
+        first, end = bounds(len(units), speeds)[rank : rank + 2]
+        return units[first:end]
     return units[len(units) * rank // of : len(units) * (rank + 1) // of]
 
 

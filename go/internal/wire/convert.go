@@ -29,6 +29,7 @@ func MemberFromProto(m *torchftpb.QuorumMember) quorum.Member {
 		CommittedQuorumID:  m.GetCommittedQuorumId(),
 		ReplaysFailedSteps: m.GetReplaysFailedSteps(),
 		AsksEachStep:       m.GetAsksEachStep(),
+		CutsBySpeed:        m.GetCutsBySpeed(),
 		Handles:            m.GetReconfigureHandles(),
 		Layouts:            m.GetLayouts(),
 		Unknown:            m.ProtoReflect().GetUnknown(),
@@ -49,6 +50,7 @@ func MemberToProto(m quorum.Member) *torchftpb.QuorumMember {
 		CommittedQuorumId:  m.CommittedQuorumID,
 		ReplaysFailedSteps: m.ReplaysFailedSteps,
 		AsksEachStep:       m.AsksEachStep,
+		CutsBySpeed:        m.CutsBySpeed,
 		ReconfigureHandles: m.Handles,
 		Layouts:            m.Layouts,
 	}
@@ -75,7 +77,8 @@ func CheckRequest(request proto.Message, m *torchftpb.QuorumMember) error {
 
 // QuorumToProto returns the wire form of a quorum.
 func QuorumToProto(q *quorum.Quorum) *torchftpb.Quorum {
-	p := &torchftpb.Quorum{QuorumId: q.ID, Created: timestamppb.New(q.Created), Stands: q.Stands}
+	p := &torchftpb.Quorum{QuorumId: q.ID, Created: timestamppb.New(q.Created), Stands: q.Stands,
+		Speeds: q.Speeds}
 	p.Participants = make([]*torchftpb.QuorumMember, len(q.Members))
 	for i, m := range q.Members {
 		p.Participants[i] = MemberToProto(m)
@@ -85,7 +88,8 @@ func QuorumToProto(q *quorum.Quorum) *torchftpb.Quorum {
 
 // QuorumFromProto is the inverse of QuorumToProto.
 func QuorumFromProto(p *torchftpb.Quorum) *quorum.Quorum {
-	q := &quorum.Quorum{ID: p.GetQuorumId(), Created: p.GetCreated().AsTime(), Stands: p.GetStands()}
+	q := &quorum.Quorum{ID: p.GetQuorumId(), Created: p.GetCreated().AsTime(), Stands: p.GetStands(),
+		Speeds: p.GetSpeeds()}
 	q.Members = make([]quorum.Member, len(p.GetParticipants()))
 	for i, m := range p.GetParticipants() {
 		q.Members[i] = MemberFromProto(m)
@@ -126,6 +130,7 @@ func RequestToProto(r round.Request) *torchftpb.ManagerQuorumRequest {
 		GroupWorldSize:     r.GroupWorldSize,
 		ReplaysFailedSteps: r.ReplaysFailedSteps,
 		AsksEachStep:       r.AsksEachStep,
+		CutsBySpeed:        r.CutsBySpeed,
 		Layout:             r.Layout,
 		Drain:              r.Drain,
 	}
@@ -145,6 +150,7 @@ func RequestFromProto(p *torchftpb.ManagerQuorumRequest) round.Request {
 		GroupWorldSize:     p.GetGroupWorldSize(),
 		ReplaysFailedSteps: p.GetReplaysFailedSteps(),
 		AsksEachStep:       p.GetAsksEachStep(),
+		CutsBySpeed:        p.GetCutsBySpeed(),
 		Layout:             p.GetLayout(),
 		Drain:              p.GetDrain(),
 	}
@@ -171,6 +177,8 @@ func ResultToProto(r recovery.Result) *torchftpb.ManagerQuorumResponse {
 		ReplicasWithoutHandles:    r.WithoutHandles,
 		AdditionalSourceAddresses: r.AdditionalSources,
 		HelpDstReplicaRanks:       r.HelpDstReplicaRank,
+		Speeds:                    r.Speeds,
+		MaxSpeeds:                 r.MaxSpeeds,
 	}
 	if len(r.Sources) > 0 {
 		p.RecoverSrcManagerAddress = r.Sources[0].ManagerAddress
@@ -200,6 +208,8 @@ func ResultFromProto(p *torchftpb.ManagerQuorumResponse) recovery.Result {
 		WithoutHandles:        p.GetReplicasWithoutHandles(),
 		AdditionalSources:     p.GetAdditionalSourceAddresses(),
 		HelpDstReplicaRank:    p.GetHelpDstReplicaRanks(),
+		Speeds:                p.GetSpeeds(),
+		MaxSpeeds:             p.GetMaxSpeeds(),
 	}
 	if p.RecoverSrcReplicaRank != nil {
 		r.Sources = []recovery.Source{{ReplicaRank: p.GetRecoverSrcReplicaRank(),

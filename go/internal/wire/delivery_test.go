@@ -53,7 +53,7 @@ func TestAQuorumIsDeliveredAsItIs(t *testing.T) {
 		assert.LessOrEqual(t, proto.Size(p), 20*max(n, 10), "the records of members differ little")
 
 		second := quorumOf(manyMembers(n))
-		second.Stands = true
+		second.Stands, second.Speeds = true, []int64{1, 300}
 		for i := range second.Members {
 			second.Members[i].SetState(quorum.State{Step: 8})
 		}
@@ -61,11 +61,12 @@ func TestAQuorumIsDeliveredAsItIs(t *testing.T) {
 			second.Members[n/2].SetState(quorum.State{Step: 3, CommittedQuorumID: 2, CommitFailures: 1})
 		}
 		p = StatesToProto(second, 3)
-		assert.LessOrEqual(t, proto.Size(p), 45)
+		assert.LessOrEqual(t, proto.Size(p), 52)
 		require.NoError(t, received.Next(p))
 		assert.Equal(t, second.ID, received.Quorum.ID)
 		assert.Equal(t, second.Created, received.Quorum.Created)
 		assert.True(t, received.Quorum.Stands)
+		assert.Equal(t, second.Speeds, received.Quorum.Speeds)
 		assert.True(t, equal(second.Members, received.Quorum.Members))
 		if n > 0 {
 			assert.EqualValues(t, 7, first.Members[0].Step, "a delivered quorum does not change")

@@ -118,7 +118,12 @@ class Group:
         kept = frozenset[int]().union(*self.counting(quorum))
         own = self.kept.units if self.kept is not None else ()
         groups, ranks = len(quorum.participants), quorum.data_world_size
-        return [self.plan.share(position, rank, groups, r, ranks, kept, own) for r in range(ranks)]
+        speeds = self.speeds(quorum)
+        return [self.plan.share(position, rank, groups, r, ranks, kept, own, speeds) for r in range(ranks)]
+
+    def speeds(self, quorum: Quorum) -> tuple[int, ...]:
+        """The speeds of the participants."""
+        return tuple(quorum.speeds.get(name, 100) for name in quorum.participants)
 
     def check(self, shares: list[RankShare], counted: list[int]) -> bool:
         """Whether the reductions of all data ranks contain the expected samples."""
@@ -159,6 +164,7 @@ class Quorum:
     up_to_date: list[str]
     data_world_size: int
     participants: list[str] = field(default_factory=list)  # their gradients count
+    speeds: dict[str, int] = field(default_factory=dict)  # of the groups; missing: 100
 
 
 class Job:
@@ -191,7 +197,10 @@ class Job:
         self.groups: list[Group] = []
         self.checkpoints: list[State] = []
         self.finished: list[Group] = []
-        self.compared: list[str] = []  # groups of the last quorum, if all of them committed its step
+        self.drift = random.Random(f"speeds {seed}")  # of its own: it changes nothing else of a history
+        self.speeds: dict[str, int] = {}  # of the last quorum
+        # groups and speeds of the last quorum, if all groups committed its step
+        self.compared: tuple[list[str], dict[str, int]] = ([], {})
         self.seen: Counter[str] = Counter()  # counts the events
 
     def run(self) -> list[Weights]:
@@ -260,7 +269,7 @@ class Job:
             # Groups announce their settings: the stranger gets an error, and the other groups lose the step.
             if self._stranger().plan.stamp(DataPosition()).digest == self.plan.stamp(DataPosition()).digest:
                 raise Broken("a stranger was not refused")
-            self.compared = []
+            self.compared = ([], {})
             return
         newest = max(group.step for group in groups)
         quorum = Quorum(
@@ -269,6 +278,7 @@ class Job:
             ["" if group.kept is None else group.kept.text for group in groups],
             [group.name for group in groups if group.step == newest],
             self.data_world_size,
+            speeds=self._speeds(groups),
         )
         # The other groups heal from the first group before the step.
         from_first = newest == 0 and self.init_sync
@@ -296,11 +306,17 @@ class Job:
         ):  # a group at the end of the data aborts the collectives of the healing groups
             self._heal(quorum, states)
             self.seen["healed at the end"] += len(states)
-            self.compared = []
+            self.compared = ([], {})
             return
         for group in groups:
             group.begin(quorum)
         self._reduce_and_decide(quorum, actions, healed, states if in_background else {})
+
+    def _speeds(self, groups: list[Group]) -> dict[str, int]:
+        """As the lighthouse decides them: they stay for a while, and then they are others."""
+        if self.drift.random() < 0.2:
+            self.speeds = {group.name: self.drift.choice([25, 50, 100, 100, 400]) for group in groups}
+        return {group.name: self.speeds.get(group.name, 100) for group in groups}
 
     def _stranger(self) -> Group:
         """A group with the settings of another job. Its name is the last in order."""
@@ -326,7 +342,7 @@ class Job:
         self, quorum: Quorum, actions: dict[str, GroupAction], healed: set[str], states: dict[str, State]
     ) -> None:
         names = [group.name for group in quorum.groups]
-        compares, self.compared = names != self.compared, []
+        compares, self.compared = (names, quorum.speeds) != self.compared, ([], {})
         shares = {group.name: group.shares(quorum) for group in quorum.groups}
         for name, of_ranks in shares.items():
             if len({len(share.units) for share in of_ranks}) != 1:
@@ -412,7 +428,7 @@ class Job:
             raise Broken("some groups left in a quorum in which others train on")
         self._finish(left)
         if len(committed) == len(names):
-            self.compared = names
+            self.compared = names, quorum.speeds
 
 
 def _overlap(quorum: Quorum) -> bool:

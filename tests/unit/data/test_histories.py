@@ -247,6 +247,14 @@ class KeepsOnlyTheLastAttempt(Group):
         self.kept = self.kept or before
 
 
+class CutsByTheSpeedsOfAnotherQuorum(Uncounted):
+    """A mistake: a group that joins does not know the speeds of the others."""
+
+    def speeds(self, quorum: Quorum) -> tuple[int, ...]:
+        joined = self.name == quorum.groups[-1].name
+        return super().speeds(replace(quorum, speeds={} if joined else quorum.speeds))
+
+
 LOADER_MISTAKES = [
     DoesNotAdvance,
     AdvancesWithoutCommit,
@@ -268,10 +276,12 @@ LOADER_MISTAKES = [
     LosesWhatItKeeps,
     ComputesWhatIsKept,
     KeepsOnlyTheLastAttempt,
+    CutsByTheSpeedsOfAnotherQuorum,
 ]
 # Mistakes that are rarely visible in other jobs
 SHOWN_BY: dict[type[Group], type[Job]] = {
     GivesWayAlsoIfItLeads: MixedCheckpoints,
+    NeverGivesWay: MixedCheckpoints,
     GivesWayToMissingEntries: RestlessStart,
     CountsUnitsTwice: Replays,
     CountsOtherBatches: Replays,
@@ -289,11 +299,11 @@ def test_a_mistake_of_a_loader_is_found(mistake: type[Group]) -> None:
 # Mistakes of the plan
 
 
-def ends_late(units: Sequence[int], rank: int, of: int) -> Sequence[int]:
+def ends_late(units: Sequence[int], rank: int, of: int, speeds: tuple[int, ...]) -> Sequence[int]:
     return units[len(units) * rank // of : len(units) * (rank + 1) // of + 1]
 
 
-def drops_the_rest(units: Sequence[int], rank: int, of: int) -> Sequence[int]:
+def drops_the_rest(units: Sequence[int], rank: int, of: int, speeds: tuple[int, ...]) -> Sequence[int]:
     size = len(units) // of
     return units[size * rank : size * (rank + 1)]
 

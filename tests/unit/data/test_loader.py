@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from torchft._manager import signals
 from torchft._manager.observe.log import _ManagerLogger
+from torchft._manager.observe.own_time import OwnTime
 from torchft._manager.quorum.plan import Plan as QuorumPlan
 from torchft._manager.settings import resolve
 from torchft._manager.step.again import Again
@@ -54,7 +55,9 @@ class Alone(Manager):
         self.hooks: list[Callable[[int, bool, int], None]] = []
         self.drained = False
         self._current: Any = SimpleNamespace()  # the step in progress
-        self._again = Again(False, create_autospec(_ManagerLogger))
+        self._logger = create_autospec(_ManagerLogger)
+        self._again = Again(False, self._logger)
+        self._own_time = create_autospec(OwnTime, instance=True)
         self.up_to_date = 1
         self.groups = 1
         self.passed = 0
@@ -83,6 +86,7 @@ class Alone(Manager):
             handles=[],
             replica_rank=0,
             in_background=True,
+            speeds=(),
             num_up_to_date=self.up_to_date,
             replica_world_size=self.groups,
         )

@@ -47,10 +47,11 @@ class Changing(Alone):
 
     rank_now: Optional[int] = 0  # rank among the participants
     participants = 1
+    speeds: tuple[int, ...] = ()
 
     def _begin_batch(self) -> QuorumPlan:
         fields = {**super()._begin_batch().__dict__}
-        fields.update(participating_rank=self.rank_now, participants=self.participants)
+        fields.update(participating_rank=self.rank_now, participants=self.participants, speeds=self.speeds)
         return QuorumPlan(**fields)
 
 
@@ -68,18 +69,22 @@ def workers_end() -> Iterator[None]:
 
 
 def trained_after_changes(
-    changes: dict[int, tuple[Optional[int], int]], **settings: Any
+    changes: dict[int, tuple[Optional[int], int]],
+    speeds: Callable[[int], tuple[int, ...]] = lambda step: (),
+    **settings: Any,
 ) -> tuple[list[list[int]], list[int]]:
     """Returns the samples of each step, and how often each sample was read.
 
     Args:
         changes: by step: this group's rank and the number of participants from then on.
+        speeds: of the participants in a step.
     """
     data, manager = Counting(), Changing()
     loader = make(data, manager, **{**SIZES, **settings})
     steps = []
     for number in range(len(loader)):
         manager.rank_now, manager.participants = changes.get(number, (manager.rank_now, manager.participants))
+        manager.speeds = speeds(number)
         steps.append([index for unit in next(loader) if unit.weight for index in unit.data.tolist()])
         manager.decide(True)
     assert next(loader, None) is None
@@ -119,6 +124,20 @@ def test_units_that_stay_after_a_failure_are_read_once(settings: dict[str, Any])
     assert steps == [samples_of(step, 0, 2 if step < 2 else 1) for step in range(5)]
     trained = {index for step in steps for index in step}
     assert reads == [int(index in trained) for index in range(SAMPLES)]
+
+
+@pytest.mark.parametrize("settings", AHEAD)
+def test_units_that_stay_after_a_cut_by_other_speeds_are_read_once(settings: dict[str, Any]) -> None:
+    def speeds(step: int) -> tuple[int, ...]:
+        return (200, 100) if step in (2, 3) else ()
+
+    steps, reads = trained_after_changes({0: (0, 2)}, speeds, **settings)
+    assert [len(step) for step in steps] == [6, 6, 8, 8, 6]  # of 12
+    assert steps[:2] + steps[4:] == [samples_of(step, 0, 2) for step in (0, 1, 4)]
+    assert steps[2][:6] == samples_of(2, 0, 2)
+    trained = {index for step in steps for index in step}
+    read = {index for index, count in enumerate(reads) if count}
+    assert trained <= read and set(reads) <= {0, 1}
 
 
 @pytest.mark.parametrize(("settings", "ahead"), list(zip(AHEAD, (0, 2, 8))))

@@ -150,6 +150,44 @@ def test_any_cut_is_the_same_batch(shuffle: bool) -> None:
                 assert len({len(share.units) for share in of_group}) == 1
 
 
+def test_a_cut_by_speeds_is_the_same_batch() -> None:
+    """Each unit once, a count that each data rank can check, and for equal speeds the usual parts."""
+    plan = DataPlan(length=46, global_batch_size=18, micro_batch_size=1, seed=5)
+    for position, data_world_size in itertools.product(positions(plan), range(1, 4)):
+        for speeds in [(1, 1, 1), (3, 1, 2), (1, 9, 1), (100, 99, 100)]:
+            of_ranks = [
+                [
+                    plan.share(position, rank, 3, data_rank, data_world_size, (), (), speeds)
+                    for rank in range(3)
+                ]
+                for data_rank in range(data_world_size)
+            ]
+            everywhere = [share for of_rank in of_ranks for share in of_rank]
+            assert [unit for share in everywhere for unit in counted(share)] == counted(
+                plan.share(position, 0, 1)
+            )
+            assert sum(unit.weight for share in everywhere for unit in share.units) == pytest.approx(1)
+            for data_rank, of_rank in enumerate(of_ranks):
+                for rank, share in enumerate(of_rank):
+                    share.check(sum(share.samples for share in of_rank))
+                    if len(set(speeds)) == 1:
+                        assert share == plan.share(position, rank, 3, data_rank, data_world_size)
+            for of_group in zip(*of_ranks):
+                assert len({len(share.units) for share in of_group}) == 1
+
+
+def test_units_that_are_missing_are_cut_by_speeds_too() -> None:
+    plan = DataPlan(length=12, global_batch_size=12, micro_batch_size=1, shuffle=False)
+    parts = [plan.parts(DataPosition(), rank, 2, 1, range(3, 6), (200, 100)) for rank in range(2)]
+    assert parts == [[[0, 1, 2, 6, 7, 8]], [[9, 10, 11]]]
+
+
+@pytest.mark.parametrize("speeds", [(1,), (1, 2, 3), (1, 0), (-1, 1)])
+def test_speeds_out_of_range(speeds: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"speeds are \(.*\): allowed are 2 numbers from 1, or none"):
+        PLAN.parts(DataPosition(), 0, 2, speeds=speeds)
+
+
 @pytest.mark.parametrize("data_rank", [0, 1])
 def test_a_group_that_does_not_take_part_runs_one_unit_and_checks_like_the_others(data_rank: int) -> None:
     share = PLAN.share(DataPosition(0, 1), None, 2, data_rank, 2)

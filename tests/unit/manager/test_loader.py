@@ -467,11 +467,11 @@ class InQuorum:
     healing = False
     participants = 2
 
-    def __init__(self, rank: int, quorum_id: int = 5, healing: int = 0) -> None:
+    def __init__(self, rank: int, quorum_id: int = 5, healing: int = 0, speeds: tuple[int, ...] = ()) -> None:
         self.rank = rank
         fields: dict[str, Any] = dict.fromkeys(QuorumPlan.__dataclass_fields__)
         fields.update(quorum_id=quorum_id, participating_rank=rank, participants=2, leads=rank == 0)
-        fields.update(num_up_to_date=2, replica_world_size=2 + healing)
+        fields.update(num_up_to_date=2, replica_world_size=2 + healing, speeds=speeds)
         self.plan = QuorumPlan(**fields)
 
 
@@ -489,8 +489,13 @@ def verdicts(first: Fake, second: Fake, lost: int = 0) -> list[tuple[str, bool]]
     for check, step in zip(checks, steps):
         check.begun(sums, Done())  # type: ignore[arg-type]
         assert not check.is_due(step)  # type: ignore[arg-type]
-        later = (InQuorum(step.rank), InQuorum(step.rank, quorum_id=6), InQuorum(step.rank, healing=1))
-        assert [check.is_due(one) for one in later] == [False, True, True]  # type: ignore[arg-type]
+        later = (
+            InQuorum(step.rank),
+            InQuorum(step.rank, quorum_id=6),
+            InQuorum(step.rank, healing=1),
+            InQuorum(step.rank, speeds=(2, 1)),  # the batch is cut anew
+        )
+        assert [check.is_due(one) for one in later] == [False, True, True, True]  # type: ignore[arg-type]
         try:
             check.verify(step)  # type: ignore[arg-type]
             found.append(("", check.verdict is Verdict.GIVES_WAY))

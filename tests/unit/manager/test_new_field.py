@@ -42,6 +42,7 @@ def test_a_plan_uses_each_field_of_the_answer() -> None:
             used.add(name)
             return super().__getattribute__(name)
 
-    plan(Watched(**vars(result())))
+    for use_async_quorum in (True, False):
+        plan(Watched(**vars(result())), use_async_quorum=use_async_quorum)
     names = {field.name for field in fields(QuorumResult)}
     assert names - used == {*NOT_PLANNED}

@@ -41,6 +41,20 @@ def test_from_the_end_of_a_step_to_the_first_reduction_of_the_next_one(clock: Cl
     assert reports == [[200_000], [250_000], [300_000]]
 
 
+def test_the_time_of_a_part_is_reported_as_that_of_the_usual_one(clock: Clock) -> None:
+    reports: list[list[int]] = []
+    own = OwnTime(lambda took, _: reports.append(took))
+    for part, seconds in ((0.5, 0.3), (0.0, 5), (2.0, 1.2), (1.0, 0.6)):
+        own.begins()
+        own.computes(part)
+        clock.after(seconds)
+        if own.running:
+            own.reduces()
+        clock.after(1)
+    own.begins()
+    assert reports == [[600_000]] * 3
+
+
 def test_short_steps_are_reported_together(clock: Clock) -> None:
     reports: list[list[int]] = []
     own = OwnTime(lambda took, _: reports.append(took))
@@ -87,9 +101,10 @@ def test_on_a_device_it_is_the_time_between_two_events(clock: Clock, monkeypatch
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
     reports: list[list[int]] = []
     own = OwnTime(lambda took, _: reports.append(took), torch.device("cuda", 0))
-    for _ in range(2):
+    for part in (1.0, 0.5):
         own.begins()
-        clock.after(0.2)
+        own.computes(part)
+        clock.after(0.2 * part)
         own.reduces()
         clock.after(1)
     own.begins()

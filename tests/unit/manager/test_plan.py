@@ -92,6 +92,22 @@ def test_spares_do_not_take_part(max_rank: int, expected: Optional[int]) -> None
     assert (got.participating_rank, got.participants) == (expected, 2)
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"use_async_quorum": False}, (100, 50, 200)),
+        ({}, (100, 200)),  # only the groups at max_step take part
+        ({"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES}, (100,)),
+    ],
+)
+def test_the_speeds_are_those_of_the_participants(
+    settings: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    got = plan(result(speeds=[100, 50, 200], max_speeds=[100, 200]), **settings)
+    assert got.speeds == expected
+    assert plan(result(), **settings).speeds == ()
+
+
 def test_spares_do_not_replace_missing_groups() -> None:
     got = plan(
         result(max_replica_rank=0, max_world_size=1),

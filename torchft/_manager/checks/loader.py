@@ -2,10 +2,10 @@
 same batch.
 
 The loader weights each loss by its samples, so gradients are added, and not divided by the number of groups.
-That is correct only if each sample of the batch is in the sum once. In the first step of a quorum, and in
-each step in which a group heals, the groups therefore reduce 24 additional bytes: the number of samples that
-each of them contributes, and a digest of the settings and the position of its loader. A group that finds a
-wrong sum votes against the step.
+That is correct only if each sample of the batch is in the sum once. In the first step of a quorum and of
+other speeds, and in each step in which a group heals, the groups therefore reduce 24 additional bytes: the
+number of samples that each of them contributes, and a digest of the settings and the position of its loader.
+A group that finds a wrong sum votes against the step.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class BatchCheck:
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
         self._whole: Optional[Step] = None  # the last step in which the gradients hold all units of this rank
-        self._checked = -1  # the id of the last quorum in which the comparison was begun
+        # quorum and speeds of the last step in which the comparison was begun
+        self._checked: Optional[tuple[int, tuple[int, ...]]] = None
         self._compared: Optional[Step] = None  # the last step in which it was begun
         self._sums: Optional[torch.Tensor] = None
         self._work: Optional[_ManagedWork] = None
@@ -140,11 +141,11 @@ class BatchCheck:
             return False
         if self._loader.is_stream:  # before the first unit nothing can be counted
             return self._whole is step or self._loader.at_end
-        return self._checked != plan.quorum_id or plan.num_up_to_date < plan.replica_world_size
+        return self._checked != (plan.quorum_id, plan.speeds) or plan.num_up_to_date < plan.replica_world_size
 
     def words(self, step: Step, plan: Plan, device: torch.device) -> torch.Tensor:
         """The values that this rank adds to the reduction; zeros if its group does not participate."""
-        self._checked, self._compared = plan.quorum_id, step
+        self._checked, self._compared = (plan.quorum_id, plan.speeds), step
         return torch.tensor(
             entry(self._loader.send_samples(), self._loader.digest), dtype=torch.int64, device=device
         )

@@ -4,7 +4,8 @@
 It is the time from the end of a step to the first reduction of the next one: the optimizer, the data, the
 forward pass, and the backward pass up to the first gradients that are reduced. No other group is waited for
 in it while the quorum stands. A host that is slow is slow in this part, too. On a device it is the time
-between two events.
+between two events. A rank that computes a larger or smaller part of the batch than others reports the time
+of the usual part.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class OwnTime:
         self._report = report
         self._device = device
         self.running = False
+        self._part = 1.0
         self._began = self._reported = self._looked = 0.0
         self._host = ""
         self._took: list[int] = []
@@ -75,15 +77,22 @@ class OwnTime:
             self._events = [torch.Event(device, enable_timing=True) for _ in range(2)]
         begin, end = self._events
         if self._pending and end.query():
-            self._took.append(round(begin.elapsed_time(end) * 1000))
+            self._took.append(round(begin.elapsed_time(end) * 1000 / self._part))
         self._pending = False
         begin.record(torch.accelerator.current_stream(device))
+
+    def computes(self, part: float) -> None:
+        """The step has this part of the usual work of a rank; 0: it is not measured."""
+        if part:
+            self._part = part
+        else:
+            self.skip()
 
     def reduces(self) -> None:
         """The first reduction of the step begins."""
         self.running = False
         if self._device is None:
-            self._took.append(round((time.monotonic() - self._began) * 1e6))
+            self._took.append(round((time.monotonic() - self._began) * 1e6 / self._part))
         else:
             self._events[1].record(torch.accelerator.current_stream(self._device))
             self._pending = True

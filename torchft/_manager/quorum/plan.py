@@ -54,6 +54,8 @@ class Plan:
     # whether a heal runs while the model computes; otherwise it ends before the forward pass
     in_background: bool = True
     leads: bool = False  # whether this group is the first of those at max_step
+    # of the participants, by which they cut a batch; empty: they are equally fast
+    speeds: tuple[int, ...] = ()
 
     @cached_property
     def heal(self) -> bool:
@@ -134,6 +136,7 @@ def make_plan(
     only_up_to_date = in_background or not allow_heal or _heals_in_passing(result, min_replica_size)
     rank = result.max_replica_rank if only_up_to_date else result.replica_rank
     participants = result.max_world_size if only_up_to_date else result.replica_world_size
+    speeds = result.max_speeds if only_up_to_date else result.speeds
     if world_size_mode is WorldSizeMode.FIXED_WITH_SPARES:
         participants = min(participants, min_replica_size)
         if rank is not None and rank >= min_replica_size:
@@ -155,6 +158,7 @@ def make_plan(
         committed_quorum_id=result.committed_quorum_id,
         participating_rank=rank,
         participants=participants,
+        speeds=tuple(speeds[:participants]),
         num_up_to_date=result.max_world_size,
         up_to_date=result.max_replica_rank is not None,
         replay=result.replay,

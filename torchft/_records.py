@@ -180,6 +180,7 @@ class QuorumResult:
         speeds: how fast the participants are, in the order of their ranks, for the cut of a batch: only the
             ratios count. Empty: equally fast.
         max_speeds: the same of the participants at ``max_step``.
+        skipped: units of batches that all groups leave out, named as by the loader that reported them.
     """
 
     quorum_id: int = 0
@@ -204,6 +205,7 @@ class QuorumResult:
     draining: bool = False
     speeds: list[int] = field(default_factory=list)
     max_speeds: list[int] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

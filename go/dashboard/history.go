@@ -39,6 +39,8 @@ const (
 	Scaled Kind = "scaled"
 	// Stopped : the job stops, since the same exception would end it again.
 	Stopped Kind = "stopped"
+	// Skipped : all groups leave out a unit of a batch, since it would end each of them.
+	Skipped Kind = "skipped"
 	// MemberStalled : one or several members make no progress while others wait for them.
 	MemberStalled Kind = "stalled"
 	// Straggler : a member has become slower than the others.

@@ -332,6 +332,9 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.straggles(a, now)
 		case quorum.Stops:
 			j.stops(a, now)
+		case quorum.Skips:
+			j.log.Error("torchft: a unit of a batch is left out", "reason", a.Reason)
+			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Skipped, Reason: a.Reason})
 		case quorum.Release:
 			j.streams.send(&torchftpb.LighthouseMessage{
 				Message: &torchftpb.LighthouseMessage_Released{Released: true},

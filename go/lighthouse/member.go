@@ -283,7 +283,7 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 		return s.report(quorum.Raised{ReplicaID: s.replicaID, Device: r.GetDevice(), Digest: quorum.Digest{
 			Type: shortened(r.GetType()), Place: shortened(r.GetPlace()), Step: r.GetStep(),
 			Unit: shortened(r.GetUnit()),
-		}, Text: shortenedTo(longestTraceback, r.GetText())})
+		}, Skip: shortened(r.GetSkip()), Text: shortenedTo(longestTraceback, r.GetText())})
 	case *torchftpb.MemberMessage_Greeting:
 		return status.Error(codes.InvalidArgument, "a member's stream has one greeting")
 	default:

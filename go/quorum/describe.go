@@ -111,8 +111,9 @@ func (m *Machine) Describe(now time.Time) Status {
 	last, speeds := map[string]Member{}, map[string]int64{}
 	if q := m.past.latest; q != nil {
 		s.QuorumID, s.Created, s.QuorumAgeMS = q.ID, q.Created, now.Sub(q.Created).Milliseconds()
+		cuts := q.HasSpeeds()
 		for i, member := range q.Members {
-			if q.HasSpeeds() {
+			if cuts {
 				speeds[member.ReplicaID] = q.Speeds[i]
 			}
 			s.Quorum = append(s.Quorum, member.ReplicaID)

@@ -30,6 +30,9 @@ const (
 	mostDigests = 1000
 	// mostLives bounds the lives of groups that one of them has ended: errors of the device of one group.
 	mostLives = 100
+	// A unit of a batch is left out only if it has ended at most mostEnded lives, since it may end them also
+	// when it is left out, and with it at most mostOfStep units of a step: else the code is at fault.
+	mostEnded, mostOfStep = 4, 2
 	// stoppedFor is how long a job without live members stays stopped. A launcher that starts its groups
 	// again has done so by then, and they have learnt why they are refused. The next job is another one.
 	stoppedFor = time.Minute
@@ -46,11 +49,20 @@ const (
 //     state of a peer or of a checkpoint. An error of a device counts once for each group, since that device
 //     may be broken.
 //  3. While the job is stopped, no request is accepted.
+//  4. A unit that the groups ask to leave out instead (Raised.Skip) is named in each quorum at its step, so
+//     that all of them leave it out.
 type poison struct {
 	*core
 	seen    []sighting // the oldest first
 	verdict string     // why the job stops; empty: it does not
 	empty   time.Time  // since when no member has been alive while it is stopped; zero: one is
+	skipped []skipped
+}
+
+// skipped is a unit of the batch of a step that the groups leave out.
+type skipped struct {
+	step int64
+	unit string
 }
 
 // sighting is an exception, and the members that it has ended.
@@ -99,7 +111,7 @@ func (p *poison) record(e Raised) {
 	if !slices.Contains(s.members, e.ReplicaID) && len(s.members) < mostLives {
 		s.members = append(s.members, e.ReplicaID)
 	}
-	if repeats(s.members, e.Device) {
+	if repeats(s.members, e.Device) && !p.skips(e, s.members) {
 		p.verdict = fmt.Sprintf("the job stops: the same exception has ended %s: %s\n%s",
 			strings.Join(s.members, " and "), s.Digest, e.Text)
 		p.do(Stops{p.verdict})
@@ -107,6 +119,46 @@ func (p *poison) record(e Raised) {
 			p.refuseAll(r, Poisoned, p.verdict)
 		}
 	}
+}
+
+// skips lets the groups leave out the unit that has ended members, and reports whether they do.
+func (p *poison) skips(e Raised, ended []string) bool {
+	if e.Skip == "" || len(ended) > mostEnded {
+		return false
+	}
+	unit, ofStep := skipped{e.Digest.Step, e.Skip}, 0
+	for _, s := range p.skipped {
+		if s == unit {
+			return true // the member had not received a quorum that names it
+		}
+		if s.step == unit.step {
+			ofStep++
+		}
+	}
+	if ofStep == mostOfStep {
+		return false
+	}
+	p.skipped = append(p.skipped[max(0, len(p.skipped)-mostDigests+1):], unit)
+	p.do(Skips{fmt.Sprintf("a unit is left out: the same exception has ended %s: %s\n%s",
+		strings.Join(ended, " and "), e.Digest, e.Text)})
+	return true
+}
+
+// leftOut returns the units that are left out at the step of these members, or later.
+func (p *poison) leftOut(members []Member) (units []string) {
+	if len(p.skipped) == 0 {
+		return nil
+	}
+	step := int64(0)
+	for i := range members {
+		step = max(step, members[i].Step)
+	}
+	for _, s := range p.skipped {
+		if s.step >= step {
+			units = append(units, s.unit)
+		}
+	}
+	return units
 }
 
 // tick forgets the verdict when the job has ended: the next one may have other data.
@@ -123,4 +175,4 @@ func (p *poison) tick() {
 }
 
 // forget drops all exceptions: another training begins.
-func (p *poison) forget() { p.seen, p.verdict, p.empty = nil, "", time.Time{} }
+func (p *poison) forget() { *p = poison{core: p.core} }

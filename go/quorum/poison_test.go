@@ -77,6 +77,71 @@ func TestTheSecondOfTwoEqualExceptionsStopsTheJob(t *testing.T) {
 		m.Step(Asked{Waiter: 2, Member: Member{ReplicaID: "b:2", Step: 10}}, epoch))
 }
 
+// skips lets a member end by an exception in a unit that the groups are to leave out.
+func skips(m *Machine, id string, d Digest, unit string) (left, stopped bool) {
+	for _, action := range m.Step(Raised{ReplicaID: id, Digest: d, Skip: unit, Text: "Traceback\n"}, epoch) {
+		switch action.(type) {
+		case Skips:
+			left = true
+		case Stops:
+			stopped = true
+		}
+	}
+	return left, stopped
+}
+
+func TestAUnitIsLeftOutInsteadOfAStop(t *testing.T) {
+	m := machineOf("a:1", "b:1", "c:1")
+	d := func(unit string) Digest { return Digest{Type: "ValueError", Place: "train.py:7", Step: 10, Unit: unit} }
+	type says struct{ left, stopped bool }
+	for i, c := range []struct {
+		id, unit string
+		says
+	}{
+		{"a:1", "0.10.3", says{}},
+		{"a:1", "0.10.3", says{}}, // another rank of the group
+		{"b:1", "0.10.3", says{left: true}},
+		{"c:1", "0.10.3", says{}}, // it had not received the quorum that names the unit
+		{"a:2", "0.10.1", says{}},
+		{"b:2", "0.10.1", says{left: true}},
+		{"a:3", "0.10.2", says{}},
+		{"b:3", "0.10.2", says{stopped: true}}, // the third unit of a step: the code is at fault
+	} {
+		left, stopped := skips(m, c.id, d(c.unit), c.unit)
+		assert.Equal(t, [2]bool{c.left, c.stopped}, [2]bool{left, stopped}, "%d: %+v", i, c)
+	}
+}
+
+func TestAUnitThatEndsGroupsThoughItIsLeftOutStopsTheJob(t *testing.T) {
+	m := machineOf("a:1")
+	d := Digest{Type: "ValueError", Step: 10}
+	for life := range mostEnded + 1 {
+		left, stopped := skips(m, fmt.Sprintf("a:%d", life), d, "0.10.3")
+		assert.Equal(t, life == 1, left)
+		assert.Equal(t, life == mostEnded, stopped)
+	}
+}
+
+func TestQuorumsNameTheUnitsThatAreLeftOutUntilTheirStepIsOver(t *testing.T) {
+	m := machineOf("a:1", "b:1", "c:1", "d:1")
+	skips(m, "a:1", Digest{Step: 10}, "0.10.3")
+	skips(m, "b:1", Digest{Step: 10}, "0.10.3")
+	for step, left := range map[int64][]string{9: {"0.10.3"}, 10: {"0.10.3"}, 11: nil} {
+		assert.Equal(t, left, m.poison.leftOut([]Member{{Step: 3}, {Step: step}}))
+	}
+	m = machineOf("a:1")
+	skips(m, "b:1", Digest{Step: 10}, "0.10.3")
+	skips(m, "b:2", Digest{Step: 10}, "0.10.3")
+	var delivered *Quorum
+	for _, action := range m.Step(Asked{Waiter: 1, Member: Member{ReplicaID: "a:1", Step: 10}}, epoch) {
+		if a, is := action.(Deliver); is {
+			delivered = a.Quorum
+		}
+	}
+	require.NotNil(t, delivered)
+	assert.Equal(t, []string{"0.10.3"}, delivered.Skipped)
+}
+
 // A job whose groups have all ended for a while is over: the next one may have other data.
 func TestAStoppedJobIsForgottenAfterItsEnd(t *testing.T) {
 	m := machineOf("a:1", "b:1")

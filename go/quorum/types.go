@@ -19,7 +19,8 @@ type Quorum struct {
 	// next quorum (standing.go).
 	Stands bool
 	// Speeds are those of the members, in order, by which they cut a batch (speeds.go); nil: equal ones.
-	Speeds []int64
+	Speeds  []int64
+	Skipped []string // units of batches that the members leave out, from this step on (poison.go)
 }
 
 // At returns the quorum at a later step, when all of its members are in this state.
@@ -135,6 +136,7 @@ type (
 		ReplicaID string
 		Digest    Digest
 		Device    bool   // it is an error of the device, which may be broken
+		Skip      string // the unit, which the groups are to leave out if it repeats; empty: the job stops
 		Text      string // the traceback
 	}
 	// Drained: an operator or a scheduler requests that a member leaves.
@@ -309,6 +311,8 @@ type (
 	}
 	// Stops reports that the job stops: starting it again as it is would end with the same exception.
 	Stops struct{ Reason string }
+	// Skips reports that the groups leave out a unit of a batch, with which each of them would end.
+	Skips struct{ Reason string }
 	// Drain asks a member to leave at the end of a step. It answers with Leaving when it does.
 	Drain struct{ ReplicaID, Reason string }
 	// Release lets a member that left end its process: its peers have received all data of its last step.
@@ -348,6 +352,7 @@ func (Check) isAction()        {}
 func (AskProgress) isAction()  {}
 func (Judged) isAction()       {}
 func (Stops) isAction()        {}
+func (Skips) isAction()        {}
 func (Drain) isAction()        {}
 func (Release) isAction()      {}
 func (Wake) isAction()         {}

@@ -56,6 +56,7 @@ func NewView(replicaID string, q *quorum.Quorum) (*View, error) {
 		upToDate = append(upToDate, i)
 	}
 	r.MaxWorldSize = int64(len(upToDate))
+	r.Skipped = q.Skipped
 	if q.HasSpeeds() {
 		r.Speeds = q.Speeds
 		for _, i := range upToDate {

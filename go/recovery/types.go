@@ -50,6 +50,7 @@ type Result struct {
 	// replica_ids of the members that sent none
 	WithoutHandles []string `json:"replicas_without_handles,omitempty"`
 	Speeds         []int64  `json:"speeds,omitempty"`     // of the members, in order; nil: equal
+	Skipped        []string `json:"skipped,omitempty"`    // units that the groups leave out
 	MaxSpeeds      []int64  `json:"max_speeds,omitempty"` // of those at MaxStep
 }
 

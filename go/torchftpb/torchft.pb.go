@@ -336,7 +336,8 @@ type Quorum struct {
 	Stands       bool                   `protobuf:"varint,100,opt,name=stands,proto3" json:"stands,omitempty"` // the members train on, and do not ask, until the next quorum is called
 	// How fast the participants are, in their order: only the ratios count. The lighthouse sends them if all of them cut
 	// a batch by their speeds. Empty: equally fast.
-	Speeds        []int64 `protobuf:"varint,101,rep,packed,name=speeds,proto3" json:"speeds,omitempty"`
+	Speeds        []int64  `protobuf:"varint,101,rep,packed,name=speeds,proto3" json:"speeds,omitempty"`
+	Skipped       []string `protobuf:"bytes,102,rep,name=skipped,proto3" json:"skipped,omitempty"` // units of batches that the members leave out, as Raised.skip names them
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -402,6 +403,13 @@ func (x *Quorum) GetStands() bool {
 func (x *Quorum) GetSpeeds() []int64 {
 	if x != nil {
 		return x.Speeds
+	}
+	return nil
+}
+
+func (x *Quorum) GetSkipped() []string {
+	if x != nil {
+		return x.Skipped
 	}
 	return nil
 }
@@ -794,9 +802,10 @@ type ManagerQuorumResponse struct {
 	// Replica ranks of groups that heal from another source and use this group as an additional one.
 	HelpDstReplicaRanks []int64 `protobuf:"varint,121,rep,packed,name=help_dst_replica_ranks,json=helpDstReplicaRanks,proto3" json:"help_dst_replica_ranks,omitempty"`
 	// The group is drained: this is its last step. All ranks of the group learn of it with the same quorum.
-	Draining      bool    `protobuf:"varint,150,opt,name=draining,proto3" json:"draining,omitempty"`
-	Speeds        []int64 `protobuf:"varint,143,rep,packed,name=speeds,proto3" json:"speeds,omitempty"`                        // as Quorum.speeds
-	MaxSpeeds     []int64 `protobuf:"varint,144,rep,packed,name=max_speeds,json=maxSpeeds,proto3" json:"max_speeds,omitempty"` // those of the participants at max_step
+	Draining      bool     `protobuf:"varint,150,opt,name=draining,proto3" json:"draining,omitempty"`
+	Speeds        []int64  `protobuf:"varint,143,rep,packed,name=speeds,proto3" json:"speeds,omitempty"`                        // as Quorum.speeds
+	MaxSpeeds     []int64  `protobuf:"varint,144,rep,packed,name=max_speeds,json=maxSpeeds,proto3" json:"max_speeds,omitempty"` // those of the participants at max_step
+	Skipped       []string `protobuf:"bytes,145,rep,name=skipped,proto3" json:"skipped,omitempty"`                              // as Quorum.skipped
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -981,6 +990,13 @@ func (x *ManagerQuorumResponse) GetSpeeds() []int64 {
 func (x *ManagerQuorumResponse) GetMaxSpeeds() []int64 {
 	if x != nil {
 		return x.MaxSpeeds
+	}
+	return nil
+}
+
+func (x *ManagerQuorumResponse) GetSkipped() []string {
+	if x != nil {
+		return x.Skipped
 	}
 	return nil
 }
@@ -2362,6 +2378,7 @@ type Raised struct {
 	Unit          string                 `protobuf:"bytes,5,opt,name=unit,proto3" json:"unit,omitempty"`      // of the batch, that the rank computed; empty: it is not known
 	Device        bool                   `protobuf:"varint,6,opt,name=device,proto3" json:"device,omitempty"` // it is an error of the device, which may be broken
 	Text          string                 `protobuf:"bytes,7,opt,name=text,proto3" json:"text,omitempty"`      // the traceback
+	Skip          string                 `protobuf:"bytes,8,opt,name=skip,proto3" json:"skip,omitempty"`      // the unit, if all groups are to leave it out when it raises again; empty: then the job stops
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2441,6 +2458,13 @@ func (x *Raised) GetDevice() bool {
 func (x *Raised) GetText() string {
 	if x != nil {
 		return x.Text
+	}
+	return ""
+}
+
+func (x *Raised) GetSkip() string {
+	if x != nil {
+		return x.Skip
 	}
 	return ""
 }
@@ -3761,6 +3785,7 @@ type QuorumStates struct {
 	Others            []*PlacedState         `protobuf:"bytes,7,rep,name=others,proto3" json:"others,omitempty"`
 	Stands            bool                   `protobuf:"varint,8,opt,name=stands,proto3" json:"stands,omitempty"`        // as Quorum.stands
 	Speeds            []int64                `protobuf:"varint,9,rep,packed,name=speeds,proto3" json:"speeds,omitempty"` // as Quorum.speeds
+	Skipped           []string               `protobuf:"bytes,10,rep,name=skipped,proto3" json:"skipped,omitempty"`      // as Quorum.skipped
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
 }
@@ -3847,6 +3872,13 @@ func (x *QuorumStates) GetStands() bool {
 func (x *QuorumStates) GetSpeeds() []int64 {
 	if x != nil {
 		return x.Speeds
+	}
+	return nil
+}
+
+func (x *QuorumStates) GetSkipped() []string {
+	if x != nil {
+		return x.Skipped
 	}
 	return nil
 }
@@ -4090,13 +4122,14 @@ const file_torchft_proto_rawDesc = "" +
 	"\x14replays_failed_steps\x18\x8c\x01 \x01(\bR\x12replaysFailedSteps\x12%\n" +
 	"\x0easks_each_step\x18\x8e\x01 \x01(\bR\fasksEachStep\x12#\n" +
 	"\rcuts_by_speed\x18\x8f\x01 \x01(\bR\vcutsBySpeed\x12\x19\n" +
-	"\alayouts\x18\x8d\x01 \x03(\tR\alayouts\"\xc6\x01\n" +
+	"\alayouts\x18\x8d\x01 \x03(\tR\alayouts\"\xe0\x01\n" +
 	"\x06Quorum\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x129\n" +
 	"\fparticipants\x18\x02 \x03(\v2\x15.torchft.QuorumMemberR\fparticipants\x124\n" +
 	"\acreated\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12\x16\n" +
 	"\x06stands\x18d \x01(\bR\x06stands\x12\x16\n" +
-	"\x06speeds\x18e \x03(\x03R\x06speeds\"\xbf\x01\n" +
+	"\x06speeds\x18e \x03(\x03R\x06speeds\x12\x18\n" +
+	"\askipped\x18f \x03(\tR\askipped\"\xbf\x01\n" +
 	"\x17LighthouseQuorumRequest\x123\n" +
 	"\trequester\x18\x01 \x01(\v2\x15.torchft.QuorumMemberR\trequester\x12&\n" +
 	"\x0fknown_quorum_id\x18d \x01(\x03R\rknownQuorumId\x12%\n" +
@@ -4125,7 +4158,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\rcuts_by_speed\x18\x8f\x01 \x01(\bR\vcutsBySpeed\x12\x17\n" +
 	"\x06layout\x18\x8d\x01 \x01(\tR\x06layout\x12!\n" +
 	"\vtraceparent\x18\x96\x01 \x01(\tR\vtraceparent\x12\x15\n" +
-	"\x05drain\x18\xa0\x01 \x01(\bR\x05drain\"\xe1\a\n" +
+	"\x05drain\x18\xa0\x01 \x01(\bR\x05drain\"\xfc\a\n" +
 	"\x15ManagerQuorumResponse\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12=\n" +
 	"\x1brecover_src_manager_address\x18\x02 \x01(\tR\x18recoverSrcManagerAddress\x12<\n" +
@@ -4151,7 +4184,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\bdraining\x18\x96\x01 \x01(\bR\bdraining\x12\x17\n" +
 	"\x06speeds\x18\x8f\x01 \x03(\x03R\x06speeds\x12\x1e\n" +
 	"\n" +
-	"max_speeds\x18\x90\x01 \x03(\x03R\tmaxSpeedsB\x1b\n" +
+	"max_speeds\x18\x90\x01 \x03(\x03R\tmaxSpeeds\x12\x19\n" +
+	"\askipped\x18\x91\x01 \x03(\tR\askippedB\x1b\n" +
 	"\x19_recover_src_replica_rankB\x13\n" +
 	"\x11_max_replica_rank\"/\n" +
 	"\x19CheckpointMetadataRequest\x12\x12\n" +
@@ -4264,7 +4298,7 @@ const file_torchft_proto_rawDesc = "" +
 	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x15\n" +
 	"\x06own_us\x18\x02 \x01(\x03R\x05ownUs\x12\x19\n" +
 	"\berror_us\x18\x03 \x01(\x03R\aerrorUs\x12\x12\n" +
-	"\x04host\x18\x04 \x01(\tR\x04host\"\xa5\x01\n" +
+	"\x04host\x18\x04 \x01(\tR\x04host\"\xb9\x01\n" +
 	"\x06Raised\x12\x1d\n" +
 	"\n" +
 	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x12\n" +
@@ -4273,7 +4307,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x04step\x18\x04 \x01(\x03R\x04step\x12\x12\n" +
 	"\x04unit\x18\x05 \x01(\tR\x04unit\x12\x16\n" +
 	"\x06device\x18\x06 \x01(\bR\x06device\x12\x12\n" +
-	"\x04text\x18\a \x01(\tR\x04text\"c\n" +
+	"\x04text\x18\a \x01(\tR\x04text\x12\x12\n" +
+	"\x04skip\x18\b \x01(\tR\x04skip\"c\n" +
 	"\n" +
 	"RankStacks\x12\x1d\n" +
 	"\n" +
@@ -4370,7 +4405,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x04list\x18\x01 \x01(\x04R\x04list\x12\x18\n" +
 	"\x06packed\x18\x03 \x01(\fH\x00R\x06packed\x12/\n" +
 	"\x06states\x18\x04 \x01(\v2\x15.torchft.QuorumStatesH\x00R\x06statesB\x06\n" +
-	"\x04form\"\xac\x02\n" +
+	"\x04form\"\xc6\x02\n" +
 	"\fQuorumStates\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x124\n" +
 	"\acreated\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12\x12\n" +
@@ -4379,7 +4414,9 @@ const file_torchft_proto_rawDesc = "" +
 	"\x0fcommit_failures\x18\x06 \x01(\x03R\x0ecommitFailures\x12,\n" +
 	"\x06others\x18\a \x03(\v2\x14.torchft.PlacedStateR\x06others\x12\x16\n" +
 	"\x06stands\x18\b \x01(\bR\x06stands\x12\x16\n" +
-	"\x06speeds\x18\t \x03(\x03R\x06speeds\"\x90\x01\n" +
+	"\x06speeds\x18\t \x03(\x03R\x06speeds\x12\x18\n" +
+	"\askipped\x18\n" +
+	" \x03(\tR\askipped\"\x90\x01\n" +
 	"\vPlacedState\x12\x14\n" +
 	"\x05place\x18\x01 \x01(\rR\x05place\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\x03R\x04step\x12.\n" +

@@ -439,6 +439,24 @@ def test_a_sample_that_cannot_be_trained_on_stops_the_job_with_its_traceback(tmp
     assert 1 <= logs.count("\nValueError: sample 13 is poison") <= 2, "a verdict after two failures"
 
 
+@pytest.mark.timeout(400)
+def test_a_unit_that_cannot_be_trained_on_is_left_out(tmp_path: Path) -> None:
+    script = tmp_path / "poisoned.py"
+    # in the second epoch, once
+    script.write_text(POISONED.replace("epochs=100", 'epochs=2, on_poison="skip"').replace(">= 3", ">= 8"))
+    run = Command(tmp_path, "--replicas", "2", str(script))
+    try:
+        assert run.process.wait(380) == 0, run.report()
+    finally:
+        process_tree.kill_tree(run.process)
+    logs = "".join(log.read_text() for log in (tmp_path / "logs").glob("group-*.log"))
+    assert logs.count(": ValueError: sample 13 is poison\n") == 2, "a verdict after two failures"
+    (line,) = (tmp_path / "torchft_skipped_units.jsonl").read_text().splitlines()
+    skipped = json.loads(line)
+    assert 13 in skipped["indices"] and len(skipped["indices"]) == 2
+    assert (skipped["epoch"], skipped["step"]) == (1, 8 + skipped["batch"])
+
+
 @pytest.mark.timeout(240)
 def test_a_script_that_raises_at_once_ends_the_job_with_its_error(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"

@@ -111,6 +111,7 @@ def test_quorum_result_has_its_defaults_and_can_be_set() -> None:
         draining=False,
         speeds=[],
         max_speeds=[],
+        skipped=[],
     )
     result = QuorumResult()
     assert vars(result) == defaults

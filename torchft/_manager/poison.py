@@ -132,11 +132,12 @@ class Poison:
             return  # one before the first quorum concerns this group alone
         step = self._errors.step
         found = digest(error, self._rank_state.step, step.unit if step.undecided else None)
+        skip = step.skip if step.undecided else ""
         if found is None:
             return
         self._reported = True
         text = "".join(traceback.format_exception(error))
-        if self._logger.raised({**found, "text": text}):
+        if self._logger.raised({**found, "text": text, "skip": skip}):
             self._answered.wait(_ANSWER_SEC)
 
 

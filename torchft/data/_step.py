@@ -164,7 +164,9 @@ class LoaderStep:
             for place in range(len(self)):
                 self.check_runs()
                 # for the report of an exception, which ends this rank
-                self._attempt.unit = self._share.units[place].indices
+                unit = self._share.units[place]
+                self._attempt.unit = unit.indices
+                self._attempt.skip = self._loader.name_to_skip(self.position, unit.number)
                 yield self._loader._read(self, place)
                 if exact is not None:
                     self._check_first(place + 1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -46,6 +47,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 # Others may have other kernels, and other random numbers for the same seed.
 _TORCH = ".".join(torch.__version__.split(".")[:2])
 STATE_KEY = "torchft.data"  # key of the position in the state of a heal
+SKIPPED_UNITS = "torchft_skipped_units.jsonl"  # in the working directory: see on_poison
 _OF_NO_STEP = "of_no_step"  # marks a state that was saved with weights of no step
 
 # Arguments of PyTorch's DataLoader that are refused because the job's plan determines them.
@@ -90,6 +92,10 @@ class ElasticDataLoader:
         reproducible_rng: whether random numbers depend only on seed, epoch and unit, and not on the rank:
             those of the dataset (torch, random, and numpy if it is imported), and torch's in
             :meth:`Unit.accumulate`.
+        on_poison: what happens to a unit with which two groups, or two lives of one, end by the same
+            exception: "stop" (the job ends, once, with status 65), or "skip": all groups leave the unit out,
+            as if its loss was 0. The file ``torchft_skipped_units.jsonl`` in the working directory of a rank
+            0 gets a line with its indices, and so does the log.
         dataloader: further arguments of PyTorch's DataLoader: ``num_workers``, ``collate_fn``,
             ``pin_memory``, …
 
@@ -113,6 +119,7 @@ class ElasticDataLoader:
         reduction_in_group: str = "mean",
         data_group: Optional[ProcessGroup] = None,
         reproducible_rng: bool = False,
+        on_poison: str = "stop",
         **dataloader: Any,
     ) -> None:
         if not is_stream(dataset):
@@ -122,6 +129,8 @@ class ElasticDataLoader:
                 raise TypeError(f"{name}={dataloader[name]!r}: ElasticDataLoader takes no {name}; {instead}")
         if reduction_in_group not in ("mean", "sum"):
             raise ValueError(f"reduction_in_group is {reduction_in_group!r}: allowed are 'mean' and 'sum'")
+        if on_poison not in ("stop", "skip"):
+            raise ValueError(f"on_poison is {on_poison!r}: allowed are 'stop' and 'skip'")
         if (data_rank is None) != (data_world_size is None):
             raise ValueError(
                 f"data_rank is {data_rank}, and data_world_size is {data_world_size}: they belong together"
@@ -129,8 +138,11 @@ class ElasticDataLoader:
         settings = manager._settings
         self._manager = manager
         self._stream: Optional[StreamPlan] = None
+        self._skips = on_poison == "skip"
+        self._skipped_units: frozenset[str] = frozenset()  # that all groups leave out, by name_to_skip
+        self._records_skips = False  # whether this rank writes them down
         if is_stream(dataset):
-            _check_stream(shuffle, reproducible_rng, settings)
+            _check_stream(shuffle, reproducible_rng, self._skips, settings)
             self._stream = StreamPlan.of(global_batch_size, micro_batch_size, epochs, shards_of(dataset))
         self._plan = self._stream or DataPlan(
             len(dataset), global_batch_size, micro_batch_size, shuffle, seed, epochs
@@ -210,6 +222,7 @@ class ElasticDataLoader:
             f"reduction_in_group={self._reduction_in_group}",
             f"reproducible_rng={self._reproducible_rng}",
             f"torch={_TORCH}",
+            *(["on_poison=skip"] if self._skips else []),
         ]
 
     @property
@@ -311,8 +324,9 @@ class ElasticDataLoader:
         if rank is None and self.at_end:
             position = DataPosition()  # any position is valid, because the weight is 0
         of_rank = rank, participants, self._data_rank, self._data_world_size
-        if kept or own:
-            return self._plan.share(position, *of_rank, kept, own, speeds)
+        skipped = self._skipped_of(position)
+        if kept or own or skipped:
+            return self._plan.share(position, *of_rank, kept, own, speeds, skipped)
         return self._shares(position, *of_rank, speeds=speeds)
 
     def check_samples(self, counted: int, participants: int) -> None:
@@ -323,6 +337,32 @@ class ElasticDataLoader:
             self.share(None, participants).check(counted)
         else:
             self._following = self._stream.after(self._position, self._ended, counted)
+
+    def name_to_skip(self, position: DataPosition, unit: int) -> str:
+        """The name of a unit of a batch, by which all groups leave it out if it ends two of them. Empty: they
+        do not.
+        """
+        return f"{position.epoch}.{position.batch}.{unit}" if self._skips else ""
+
+    def _skipped_of(self, position: DataPosition) -> frozenset[int]:
+        """The numbers of the units of a batch that all groups leave out."""
+        if not self._skipped_units:
+            return frozenset()
+        units = range(self._plan.num_units(position))
+        return frozenset(n for n in units if self.name_to_skip(position, n) in self._skipped_units)
+
+    def _record_skips(self, step: int) -> None:
+        """Writes down which samples are in no step."""
+        at = self._position
+        for unit in sorted(self._skipped_of(at)):
+            indices = list(self._plan.indices(at, unit))
+            self._manager._logger.warn(f"step {step} is committed without a unit that ends groups: {indices}")
+            line = {"step": step, "epoch": at.epoch, "batch": at.batch, "unit": unit, "indices": indices}
+            try:
+                with open(SKIPPED_UNITS, "a") as file:
+                    file.write(json.dumps(line) + "\n")
+            except OSError as e:
+                self._manager._logger.warn(f"{SKIPPED_UNITS} cannot be written: {e}")
 
     @property
     def is_stream(self) -> bool:
@@ -351,7 +391,8 @@ class ElasticDataLoader:
             return
         self._check_units(self._step)
         if self._exact is not None and not (self._step is None and self.at_end):
-            self._exact.verify(self._plan.num_units(self._position))
+            skipped = len(self._skipped_of(self._position))
+            self._exact.verify(self._plan.num_units(self._position) - skipped)
 
     def _check_units(self, step: Optional[LoaderStep]) -> None:
         if step is None and self.at_end:
@@ -376,6 +417,8 @@ class ElasticDataLoader:
             ended.committed = committed
             self._kept_counted = ended.counted
         if committed:
+            if self._skipped_units and self._records_skips:
+                self._record_skips(step)
             if self._exact is not None:
                 self._exact.commit()
             if following is None:
@@ -432,10 +475,15 @@ class ElasticDataLoader:
         membership = Membership(plan.participating_rank, plan.participants, plan.speeds)
         again = manager._again
         kept = self._kept(plan)
+        # What a group keeps of a unit counts.
+        counts = {self.name_to_skip(self._position, unit) for unit in kept}
+        self._skipped_units = frozenset(plan.skipped) - counts if self._skips else frozenset()
+        self._records_skips = plan.leads and manager._settings.group_rank == 0
         share = self.share(*membership, kept, again.units)
         if membership.rank is not None and again.enabled:
             rank, participants, speeds = membership
-            parts = self._plan.parts(share.position, rank, participants, self._data_world_size, kept, speeds)
+            left = kept | self._skipped_of(share.position)
+            parts = self._plan.parts(share.position, rank, participants, self._data_world_size, left, speeds)
             again.computes(share.position, itertools.chain(*parts))
         self._expect(membership, share)
         self._step = LoaderStep(self, share, membership, again.attempts)
@@ -511,8 +559,13 @@ class ElasticDataLoader:
         """Makes a step of the loader one of the inner optimizer of this LocalSGD or DiLoCo.
 
         Raises:
-            ValueError: the dataset is a stream.
+            ValueError: the dataset is a stream, or ``on_poison`` is "skip".
         """
+        if self._skips:
+            raise ValueError(
+                "on_poison is 'skip': with LocalSGD and DiLoCo, whose groups take inner steps without the "
+                "others, only 'stop' is allowed"
+            )
         if self._stream is not None:
             raise ValueError(
                 "the dataset is a stream, and LocalSGD and DiLoCo take inner steps without the other groups, "
@@ -675,8 +728,13 @@ class ElasticDataLoader:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def _check_stream(shuffle: bool, reproducible_rng: bool, settings: Settings) -> None:
+def _check_stream(shuffle: bool, reproducible_rng: bool, skips: bool, settings: Settings) -> None:
     """Raises a ValueError if a setting excludes a stream."""
+    if skips:
+        raise ValueError(
+            "on_poison is 'skip', and the dataset is a stream, whose samples come one after the other: only "
+            "'stop' is allowed"
+        )
     if shuffle:
         raise ValueError(
             "shuffle is True, and the dataset is a stream, whose order is its own: give shuffle=False, and "

@@ -255,6 +255,7 @@ class DataPlan:
         kept: Collection[int] = (),
         own: Collection[int] = (),
         speeds: tuple[int, ...] = (),
+        skipped: Collection[int] = (),
     ) -> RankShare:
         """Computes the part of a rank at a position.
 
@@ -266,8 +267,8 @@ class DataPlan:
 
         The ranks of a group run collectives with each other in each unit, so all get as many units as the
         rank with the most. A group that does not participate has one unit per rank. The added units have
-        weight 0 and are copies of the batch's first unit: if the loss of a copy is not finite, the loss of
-        the batch is not finite either.
+        weight 0 and are copies of the batch's first unit that is not skipped: if the loss of a copy is not
+        finite, the loss of the batch is not finite either.
 
         Args:
             position: position of the job in this step; for a healing group, its position after the heal.
@@ -280,20 +281,26 @@ class DataPlan:
             kept: numbers of the units that participants keep; equal in all groups.
             own: those of them that this group keeps.
             speeds: of the participants, in their order; equal in all groups. Empty: they are equally fast.
+            skipped: numbers of the units that no group computes; equal in all groups. Their samples count as
+                if their loss was 0: the weights of the others stay.
 
         Raises:
-            ValueError: a rank, size or speed is out of range.
+            ValueError: a rank, size or speed is out of range, or all units are skipped.
             PositionDiffers: the plan has no such batch: it is at its end.
         """
         _check("data_world_size", data_world_size, 1)
         _check("data_rank", data_rank, 0, data_world_size - 1)
-        parts = self.parts(position, participating_rank, num_participants, data_world_size, kept, speeds)
+        left = {*kept, *skipped} if skipped else kept
+        parts = self.parts(position, participating_rank, num_participants, data_world_size, left, speeds)
         part, rounds = parts[data_rank], max(1, *(len(part) for part in parts))
         size = self.batch_size(position)
         of_rank = self._of_rank(size, data_rank, data_world_size)
         samples = [self._samples(size, unit, unit + 1) for unit in part]
         weighted = [(unit, number / size) for unit, number in zip(part, samples)]
-        weighted += [(0, 0.0)] * (rounds - len(part))
+        copy = next((unit for unit in range(len(skipped) + 1) if unit not in skipped), 0)
+        if copy * self.micro_batch_size >= size:
+            raise ValueError(f"all units of batch {position.batch} of epoch {position.epoch} are skipped")
+        weighted += [(copy, 0.0)] * (rounds - len(part))
         in_sums = sum(self._samples(size, unit, unit + 1) for unit in own if unit in of_rank)
         return RankShare(
             position,
@@ -302,7 +309,8 @@ class DataPlan:
                 for number, (unit, weight) in enumerate(weighted, start=1)
             ),
             samples=in_sums + sum(samples),
-            expected=self._samples(size, of_rank.start, of_rank.stop),
+            expected=self._samples(size, of_rank.start, of_rank.stop)
+            - sum(self._samples(size, unit, unit + 1) for unit in skipped if unit in of_rank),
             kept=in_sums,
         )
 

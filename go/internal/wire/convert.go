@@ -78,7 +78,7 @@ func CheckRequest(request proto.Message, m *torchftpb.QuorumMember) error {
 // QuorumToProto returns the wire form of a quorum.
 func QuorumToProto(q *quorum.Quorum) *torchftpb.Quorum {
 	p := &torchftpb.Quorum{QuorumId: q.ID, Created: timestamppb.New(q.Created), Stands: q.Stands,
-		Speeds: q.Speeds}
+		Speeds: q.Speeds, Skipped: q.Skipped}
 	p.Participants = make([]*torchftpb.QuorumMember, len(q.Members))
 	for i, m := range q.Members {
 		p.Participants[i] = MemberToProto(m)
@@ -89,7 +89,7 @@ func QuorumToProto(q *quorum.Quorum) *torchftpb.Quorum {
 // QuorumFromProto is the inverse of QuorumToProto.
 func QuorumFromProto(p *torchftpb.Quorum) *quorum.Quorum {
 	q := &quorum.Quorum{ID: p.GetQuorumId(), Created: p.GetCreated().AsTime(), Stands: p.GetStands(),
-		Speeds: p.GetSpeeds()}
+		Speeds: p.GetSpeeds(), Skipped: p.GetSkipped()}
 	q.Members = make([]quorum.Member, len(p.GetParticipants()))
 	for i, m := range p.GetParticipants() {
 		q.Members[i] = MemberFromProto(m)
@@ -179,6 +179,7 @@ func ResultToProto(r recovery.Result) *torchftpb.ManagerQuorumResponse {
 		HelpDstReplicaRanks:       r.HelpDstReplicaRank,
 		Speeds:                    r.Speeds,
 		MaxSpeeds:                 r.MaxSpeeds,
+		Skipped:                   r.Skipped,
 	}
 	if len(r.Sources) > 0 {
 		p.RecoverSrcManagerAddress = r.Sources[0].ManagerAddress
@@ -210,6 +211,7 @@ func ResultFromProto(p *torchftpb.ManagerQuorumResponse) recovery.Result {
 		HelpDstReplicaRank:    p.GetHelpDstReplicaRanks(),
 		Speeds:                p.GetSpeeds(),
 		MaxSpeeds:             p.GetMaxSpeeds(),
+		Skipped:               p.GetSkipped(),
 	}
 	if p.RecoverSrcReplicaRank != nil {
 		r.Sources = []recovery.Source{{ReplicaRank: p.GetRecoverSrcReplicaRank(),

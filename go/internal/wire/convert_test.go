@@ -76,7 +76,7 @@ func TestAQuorumArrivesAsItIs(t *testing.T) {
 	member := full[quorum.Member](t)
 	member.Unknown = []byte{0xc2, 0x0c, 0x00}
 	want := &quorum.Quorum{ID: 9, Members: []quorum.Member{member, {ReplicaID: "q"}},
-		Created: time.Unix(7, 8).UTC(), Stands: true, Speeds: []int64{100, 50}}
+		Created: time.Unix(7, 8).UTC(), Stands: true, Speeds: []int64{100, 50}, Skipped: []string{"0.1.2"}}
 	assert.Equal(t, want, wire.QuorumFromProto(sent(t, wire.QuorumToProto(want), &torchftpb.Quorum{})))
 }
 

@@ -25,7 +25,8 @@ func StatesToProto(q *quorum.Quorum, list uint64) *torchftpb.Delivery {
 	common := commonState(q.Members)
 	p := &torchftpb.QuorumStates{
 		QuorumId: q.ID, Created: timestamppb.New(q.Created), Stands: q.Stands,
-		Speeds: q.Speeds, Step: common.Step, CommittedQuorumId: common.CommittedQuorumID, CommitFailures: common.CommitFailures,
+		Speeds: q.Speeds, Skipped: q.Skipped,
+		Step: common.Step, CommittedQuorumId: common.CommittedQuorumID, CommitFailures: common.CommitFailures,
 	}
 	for i := range q.Members {
 		if state := q.Members[i].State(); state != common {
@@ -82,7 +83,7 @@ func (d *Delivered) Next(p *torchftpb.Delivery) error {
 
 func statesFromProto(p *torchftpb.QuorumStates, list []quorum.Member) (*quorum.Quorum, error) {
 	q := &quorum.Quorum{ID: p.GetQuorumId(), Created: p.GetCreated().AsTime(), Stands: p.GetStands(),
-		Speeds: p.GetSpeeds(), Members: slices.Clone(list)}
+		Speeds: p.GetSpeeds(), Skipped: p.GetSkipped(), Members: slices.Clone(list)}
 	common := StateFromProto(p)
 	for i := range q.Members {
 		q.Members[i].SetState(common)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
 import random
 import signal
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Generator, Iterator, Optional
 from unittest.mock import create_autospec
@@ -487,6 +489,56 @@ class Steps:
 
     def synchronise(self) -> None:
         pass
+
+
+class Skipping(Alone):
+    """The Manager of a group of a quorum that leaves out units."""
+
+    skipped: tuple[str, ...] = ()
+
+    def _begin_batch(self) -> QuorumPlan:
+        fields = {**super()._begin_batch().__dict__}
+        fields.update(skipped=self.skipped, leads=True)
+        return QuorumPlan(**fields)
+
+
+@pytest.mark.parametrize("on_poison", ["stop", "skip"])
+def test_a_unit_that_the_quorum_names_is_left_out_and_written_down(
+    on_poison: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    manager = Skipping()
+    manager._current = SimpleNamespace(unit=None, skip="")
+    loader = make(manager=manager, shuffle=False, on_poison=on_poison)
+    seen: list[list[int]] = []
+    for step in loader:
+        names = []
+        for unit in step:
+            seen.append(list(unit.indices))
+            names.append(manager._current.skip)
+        if step.position.batch == 1:
+            assert names == (["0.1.0"] if on_poison == "skip" else ["", ""])
+        manager.skipped = ("0.1.1", "7.7.7", "another name")  # from the second step on
+        manager.decide(True)
+    assert seen == [[0, 1], [2, 3], [4, 5], *([[6, 7]] if on_poison == "stop" else []), [8, 9]]
+    written = tmp_path / "torchft_skipped_units.jsonl"
+    if on_poison == "stop":
+        assert not written.exists()
+    else:
+        (line,) = written.read_text().splitlines()
+        expected = {"step": 0, "epoch": 0, "batch": 1, "unit": 1, "indices": [6, 7]}
+        assert json.loads(line) == expected
+
+
+def test_units_are_left_out_only_where_it_is_possible() -> None:
+    with pytest.raises(ValueError, match="on_poison is 'no': allowed are 'stop' and 'skip'"):
+        make(on_poison="no")
+    with pytest.raises(ValueError, match="on_poison is 'skip', and the dataset is a stream"):
+        make(Stream(), shuffle=False, on_poison="skip")
+    with pytest.raises(ValueError, match="on_poison is 'skip': with LocalSGD and DiLoCo"):
+        make(on_poison="skip").steps_by_itself(Steps(True))
+    assert "on_poison=skip" in make(on_poison="skip").settings
+    assert not any("on_poison" in line for line in make().settings), "as in earlier versions"
 
 
 # With a synchronous quorum, as LocalSGD and DiLoCo have it

@@ -182,6 +182,33 @@ def test_units_that_are_missing_are_cut_by_speeds_too() -> None:
     assert parts == [[[0, 1, 2, 6, 7, 8]], [[9, 10, 11]]]
 
 
+@pytest.mark.parametrize("data_world_size", [1, 2])
+def test_a_skipped_unit_is_in_no_share(data_world_size: int) -> None:
+    plan = DataPlan(length=12, global_batch_size=12, micro_batch_size=2, shuffle=False)
+    skipped = (0, 3)
+    shares = [
+        [
+            plan.share(DataPosition(), rank, 4, data_rank, data_world_size, skipped=skipped)
+            for rank in [*range(4), None]  # the last one heals
+        ]
+        for data_rank in range(data_world_size)
+    ]
+    everywhere = [share for of_rank in shares for share in of_rank]
+    found = sorted(index for share in everywhere for unit in counted(share) for index in unit)
+    assert found == [2, 3, 4, 5, 8, 9, 10, 11]
+    # the weights of the others stay, and no copy is one of it
+    assert {unit.weight for share in everywhere for unit in share.units} == {0, 2 / 12}
+    assert all(list(u.indices) == [2, 3] for s in everywhere for u in s.units if not u.weight)
+    for of_rank in shares:
+        for share in of_rank:
+            share.check(sum(share.samples for share in of_rank))
+
+
+def test_a_batch_of_which_all_units_are_skipped() -> None:
+    with pytest.raises(ValueError, match="all units of batch 2 of epoch 1 are skipped"):
+        PLAN.share(DataPosition(1, 2), 0, 1, skipped=(0,))
+
+
 @pytest.mark.parametrize("speeds", [(1,), (1, 2, 3), (1, 0), (-1, 1)])
 def test_speeds_out_of_range(speeds: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"speeds are \(.*\): allowed are 2 numbers from 1, or none"):

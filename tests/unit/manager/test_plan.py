@@ -108,6 +108,10 @@ def test_the_speeds_are_those_of_the_participants(
     assert plan(result(), **settings).speeds == ()
 
 
+def test_the_units_that_all_groups_leave_out() -> None:
+    assert plan(result(skipped=["0.4.1"])).skipped == ("0.4.1",)
+
+
 def test_spares_do_not_replace_missing_groups() -> None:
     got = plan(
         result(max_replica_rank=0, max_world_size=1),

@@ -173,7 +173,7 @@ class Rank:
 
 class Errors:
     class step:
-        undecided, unit = True, [4, 5]
+        undecided, unit, skip = True, [4, 5], "0.1.2"
 
 class Log:
     def raised(self, raised):

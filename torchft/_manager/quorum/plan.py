@@ -56,6 +56,7 @@ class Plan:
     leads: bool = False  # whether this group is the first of those at max_step
     # of the participants, by which they cut a batch; empty: they are equally fast
     speeds: tuple[int, ...] = ()
+    skipped: tuple[str, ...] = ()  # units of batches that all groups leave out
 
     @cached_property
     def heal(self) -> bool:
@@ -159,6 +160,7 @@ def make_plan(
         participating_rank=rank,
         participants=participants,
         speeds=tuple(speeds[:participants]),
+        skipped=tuple(result.skipped),
         num_up_to_date=result.max_world_size,
         up_to_date=result.max_replica_rank is not None,
         replay=result.replay,

@@ -148,6 +148,7 @@ class Step:
         sharing: the optimizers that step in it.
         unit: indices of the samples that the training thread has taken of an ElasticDataLoader last; None: it
             has taken none.
+        skip: a name of this unit, if all groups are to leave it out when it ends two of them; else empty.
         reads_state: whether the training thread waits for the answer when the step begins, and fills
             :attr:`served`.
     """
@@ -155,6 +156,7 @@ class Step:
     deferred: Optional[Plan] = None
     reads_state = False
     unit: Optional[Sequence[int]] = None
+    skip: str = ""
     _served: Optional[Future[dict[str, Any]]] = None
 
     def __init__(

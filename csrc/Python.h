@@ -80,6 +80,7 @@ PyObject *PyBool_FromLong(long);
 PyObject *PyLong_FromLongLong(long long);
 long long PyLong_AsLongLong(PyObject *);
 PyObject *PyUnicode_DecodeUTF8(const char *, Py_ssize_t, const char *);
+PyObject *PyUnicode_FromStringAndSize(const char *, Py_ssize_t);
 Py_ssize_t PyTuple_Size(PyObject *);
 PyObject *PyTuple_GetItem(PyObject *, Py_ssize_t);
 PyObject *PyTuple_GetSlice(PyObject *, Py_ssize_t, Py_ssize_t);
@@ -95,6 +96,7 @@ PyObject *PyErr_Format(PyObject *, const char *, ...);
 void PyErr_SetString(PyObject *, const char *);
 void PyErr_Clear(void);
 void PyErr_Fetch(PyObject **, PyObject **, PyObject **);
+void PyErr_NormalizeException(PyObject **, PyObject **, PyObject **);
 void PyErr_Restore(PyObject *, PyObject *, PyObject *);
 
 #endif

@@ -20,6 +20,7 @@ void tft_raise(const char *message) {
   PyObject *name = PyUnicode_FromStringAndSize(refusal, colon - refusal);
   if (name == NULL || PyObject_SetAttrString(error, "refusal", name) < 0)
     PyErr_Clear(); /* without it, the error is one as any other */
-  Py_XDECREF(name);
+  if (name != NULL)
+    Py_DECREF(name);
   PyErr_Restore(type, error, trace);
 }

@@ -22,6 +22,7 @@ extern PyObject *PyExc_ImportError, *PyExc_RuntimeError, *PyExc_TimeoutError, *P
 void Py_IncRef(PyObject *);
 void Py_DecRef(PyObject *);
 #define Py_DECREF(object) Py_DecRef(object)
+#define Py_XDECREF(object) Py_DecRef(object) /* which takes NULL, too */
 #define Py_RETURN_NONE return Py_IncRef(&_Py_NoneStruct), &_Py_NoneStruct
 
 PyThreadState *PyEval_SaveThread(void);

@@ -33,7 +33,7 @@ PREAMBLE = f"""// {MARK}
 package main
 
 /*
-#cgo CFLAGS: -I${{SRCDIR}}/../../csrc
+#cgo CFLAGS: -I${{SRCDIR}}/../../csrc -Werror=implicit-function-declaration
 #include "torchft.h"
 #include <stdbool.h>
 #include <stdlib.h>

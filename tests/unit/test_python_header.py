@@ -67,6 +67,20 @@ def test_it_agrees_with_cpythons() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("source", [path.name for path in CSRC.glob("*.c")])
+def test_it_declares_all_that_the_sources_use(source: str) -> None:
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs gcc")
+    done = subprocess.run(
+        [compiler, "-Wall", "-Werror", "-fsyntax-only", f"-I{CSRC}", CSRC / source],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_python_has_all_that_it_declares() -> None:
     names = set(re.findall(r"\b(_?Py\w+)\(", re.sub(r"^#.*|\(\*.*", "", HEADER, flags=re.MULTILINE)))
     names |= set(re.findall(r"\b(PyExc_\w+|_Py_NoneStruct)\b", HEADER))

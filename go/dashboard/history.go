@@ -45,6 +45,8 @@ const (
 	MemberStalled Kind = "stalled"
 	// Straggler : a member has become slower than the others.
 	Straggler Kind = "straggler"
+	// Corrupted : members have computed other gradients than others of the same unit.
+	Corrupted Kind = "corrupted"
 	// Stacks : where the threads of one rank of such a member are.
 	Stacks Kind = "stacks"
 )

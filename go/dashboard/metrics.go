@@ -51,6 +51,7 @@ type meters struct {
 	drains     prometheus.Counter
 	stalls     prometheus.Counter
 	stops      prometheus.Counter
+	corrupted  prometheus.Counter
 	heals      prometheus.Counter
 	healed     prometheus.Counter // bytes
 	lost       prometheus.Counter
@@ -93,6 +94,8 @@ func newMeters(job string) *meters {
 			"Members that made no progress while others waited for them."),
 		stops: counter("torchft_job_stops_total",
 			"Exceptions that would have ended the job again and again, so that it was stopped."),
+		corrupted: counter("torchft_corrupted_gradients_total",
+			"Audits in which groups computed different gradients of the same unit."),
 		heals: counter("torchft_heals_total", "Groups that took over the state of another."),
 		healed: counter("torchft_healed_bytes_total",
 			"Bytes of these states, of the first rank of each group."),
@@ -121,8 +124,8 @@ func newMeters(job string) *meters {
 // all returns the metrics, for Prometheus.
 func (m *meters) all() []prometheus.Collector {
 	return []prometheus.Collector{
-		m.rounds, m.changes, m.failures, m.heartbeats, m.kills, m.drains, m.stalls, m.stops, m.heals,
-		m.healed, m.lost, m.regressed, m.recovery, m.quorum, m.step,
+		m.rounds, m.changes, m.failures, m.heartbeats, m.kills, m.drains, m.stalls, m.stops,
+		m.corrupted, m.heals, m.healed, m.lost, m.regressed, m.recovery, m.quorum, m.step,
 	}
 }
 
@@ -158,6 +161,8 @@ func (m *meters) event(e Event) {
 		m.drains.Add(float64(len(e.Left)))
 	case Stopped:
 		m.stops.Inc()
+	case Corrupted:
+		m.corrupted.Inc()
 	case MemberStalled:
 		m.stalls.Add(float64(len(e.Left)))
 	case Regressed:

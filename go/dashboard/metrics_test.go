@@ -42,10 +42,14 @@ func TestTheMetricsOfAJobWithAFailure(t *testing.T) {
 	f.Record(Event{Kind: Drained, Left: []string{"b"}})
 	f.Record(Event{Kind: Killed, Left: []string{"c"}})
 	f.Record(Event{Kind: Stopped, Reason: "the same exception"})
+	f.Record(Event{Kind: Corrupted, Left: []string{"b"}, Reason: "step 7"})
 	f.Record(Event{Kind: MemberStalled, Left: []string{"a", "b"}, Reason: "no progress"})
 	f.Record(Event{Kind: Regressed, Reason: "the job had reached step 9"})
 
 	require.NoError(t, testutil.CollectAndCompare(collector(func() []*Feed { return []*Feed{f} }), strings.NewReader(`
+# HELP torchft_corrupted_gradients_total Audits in which groups computed different gradients of the same unit.
+# TYPE torchft_corrupted_gradients_total counter
+torchft_corrupted_gradients_total{training_job="default"} 1
 # HELP torchft_drains_total Members that were asked to leave at the end of a step.
 # TYPE torchft_drains_total counter
 torchft_drains_total{training_job="default"} 1
@@ -133,7 +137,7 @@ torchft_step_seconds_bucket{training_job="default",le="163.84"} 5
 torchft_step_seconds_bucket{training_job="default",le="+Inf"} 5
 torchft_step_seconds_sum{training_job="default"} 10.4
 torchft_step_seconds_count{training_job="default"} 5
-`), "torchft_drains_total", "torchft_healed_bytes_total", "torchft_heals_total", "torchft_heartbeats_total", "torchft_lost_steps_total", "torchft_kills_total", "torchft_member_failures_total", "torchft_member_stalls_total", "torchft_job_stops_total", "torchft_members_in_phase", "torchft_members", "torchft_quorum_changes_total", "torchft_quorum_id",
+`), "torchft_corrupted_gradients_total", "torchft_drains_total", "torchft_healed_bytes_total", "torchft_heals_total", "torchft_heartbeats_total", "torchft_lost_steps_total", "torchft_kills_total", "torchft_member_failures_total", "torchft_member_stalls_total", "torchft_job_stops_total", "torchft_members_in_phase", "torchft_members", "torchft_quorum_changes_total", "torchft_quorum_id",
 		"torchft_quorum_rounds_total", "torchft_step_seconds"))
 }
 

@@ -50,7 +50,7 @@ type job struct {
 	heals   map[string]heal // by replica_id, as reported
 	stacked stacked
 	heard   time.Time       // when keepers were heard last
-	refused map[string]bool // members whose refusal is logged and in the history
+	told    map[string]bool // in the log and the history already: refused members, reports of all groups
 	blamed  int64           // id of the last quorum with a failure whose cost was reported
 	ended   error           // why the job has been closed, nil while it is open
 	term    int64           // of the cluster's leader, 0 without a cluster
@@ -73,7 +73,7 @@ type answer struct {
 
 func newJob(s *Server, name string) *job {
 	j := &job{server: s, cfg: s.cfg, log: s.log, name: name, since: time.Now(), stepped: time.Now(),
-		asleep: clock.Suspended(), stop: make(chan struct{}), refused: map[string]bool{}}
+		asleep: clock.Suspended(), stop: make(chan struct{}), told: map[string]bool{}}
 	if name != rpc.DefaultJob {
 		j.log = s.log.With("job", name)
 	}

@@ -278,6 +278,9 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	case *torchftpb.MemberMessage_Stacks:
 		s.job.stacks(s.replicaID, m.Stacks)
 		return s.feed(quorum.Beat{ReplicaID: s.replicaID})
+	case *torchftpb.MemberMessage_Corrupted:
+		s.job.corrupted(m.Corrupted)
+		return s.feed(quorum.Beat{ReplicaID: s.replicaID})
 	case *torchftpb.MemberMessage_Raised:
 		r := m.Raised
 		return s.report(quorum.Raised{ReplicaID: s.replicaID, Device: r.GetDevice(), Digest: quorum.Digest{

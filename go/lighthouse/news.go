@@ -159,6 +159,21 @@ func (j *job) straggles(a quorum.Straggles, now time.Time) {
 		Left: []string{a.ReplicaID}, Reason: a.Reason})
 }
 
+// corrupted logs and records groups whose gradients of the same unit differ, once: all groups report it.
+func (j *job) corrupted(c *torchftpb.Corrupted) {
+	names, reason := dashboard.Names(c.GetReplicaIds()), shortened(c.GetReason())
+	for i, name := range names {
+		names[i] = shortened(name)
+	}
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if !j.once(reason) {
+		return
+	}
+	j.log.Error("torchft: A GRADIENT IS CORRUPTED", "members", names, "reason", reason)
+	j.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Corrupted, Left: names, Reason: reason})
+}
+
 // stops reports to all members that the job stops. The caller holds mu.
 func (j *job) stops(a quorum.Stops, now time.Time) {
 	j.log.Error("torchft: THE JOB STOPS: an exception would end it again and again", "reason", a.Reason)
@@ -166,20 +181,28 @@ func (j *job) stops(a quorum.Stops, now time.Time) {
 	j.tell(encodeNews(noticeMessage(&torchftpb.Notice{Kind: torchftpb.Notice_STOPPED, Reason: a.Reason})))
 }
 
-// mostRefused is how many refused members are remembered: a group that is restarted after each refusal has a
-// new name each time.
-const mostRefused = 1000
+// mostTold is how much is remembered as told: a group that is restarted after each refusal has a new name
+// each time.
+const mostTold = 1000
+
+// once reports whether something is to be logged and recorded, since it was not yet. The caller holds mu.
+func (j *job) once(what string) bool {
+	if j.told[what] {
+		return false
+	}
+	if len(j.told) == mostTold {
+		clear(j.told)
+	}
+	j.told[what] = true
+	return true
+}
 
 // refuses logs and records a member that does not fit to the job, once: its manager repeats the request. The
 // caller holds mu.
 func (j *job) refuses(a quorum.Refused, now time.Time) {
-	if j.refused[a.ReplicaID] {
+	if !j.once(a.ReplicaID) {
 		return
 	}
-	if len(j.refused) == mostRefused {
-		clear(j.refused)
-	}
-	j.refused[a.ReplicaID] = true
 	j.log.Warn("torchft: a member is refused", "replica_id", a.ReplicaID, "reason", a.Reason)
 	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Refused, Left: []string{a.ReplicaID},
 		Reason: a.Reason})

@@ -70,3 +70,25 @@ func TestTheHistoryHasTheStacksOfAStalledGroup(t *testing.T) {
 		assert.Equal(t, 32, c.Log.Count("has reported its stacks"))
 	})
 }
+
+func TestTheHistoryHasAGradientThatIsCorrupted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a := c.StartGroup("a", 1)
+		round(t, 0, a)
+		for range 3 { // each group says the same
+			a.Ranks[0].Report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Corrupted{
+				Corrupted: &torchftpb.Corrupted{ReplicaIds: []string{"b", strings.Repeat("x", 1<<20)},
+					Reason: "step 7: rank 0 on some host" + strings.Repeat("x", 1<<20)}}})
+			synctest.Wait()
+		}
+		events := history(t, c)
+		last := events[len(events)-1]
+		assert.Equal(t, "corrupted", last["kind"])
+		assert.Contains(t, last["reason"], "step 7: rank 0 on some host")
+		left := last["left"].([]any)
+		assert.Equal(t, "b", left[0])
+		assert.Less(t, len(left[1].(string)), 2<<10)
+		assert.Equal(t, 1, c.Log.Count("A GRADIENT IS CORRUPTED"))
+	})
+}

@@ -141,6 +141,10 @@ func (s *Server) report(from *connection, req *torchftpb.RankRequest) bool {
 		s.membership.Report(&torchftpb.MemberMessage{
 			Message: &torchftpb.MemberMessage_Raised{Raised: r.Raised},
 		})
+	case *torchftpb.RankRequest_Corrupted:
+		s.membership.Report(&torchftpb.MemberMessage{
+			Message: &torchftpb.MemberMessage_Corrupted{Corrupted: r.Corrupted},
+		})
 	case *torchftpb.RankRequest_Own:
 		s.feed(workedFromProto(r.Own))
 	case *torchftpb.RankRequest_Drain:

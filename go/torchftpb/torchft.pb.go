@@ -1380,6 +1380,7 @@ type RankRequest struct {
 	//	*RankRequest_Stacks
 	//	*RankRequest_Raised
 	//	*RankRequest_Own
+	//	*RankRequest_Corrupted
 	Request       isRankRequest_Request `protobuf_oneof:"request"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1553,6 +1554,15 @@ func (x *RankRequest) GetOwn() *OwnTimes {
 	return nil
 }
 
+func (x *RankRequest) GetCorrupted() *Corrupted {
+	if x != nil {
+		if x, ok := x.Request.(*RankRequest_Corrupted); ok {
+			return x.Corrupted
+		}
+	}
+	return nil
+}
+
 type isRankRequest_Request interface {
 	isRankRequest_Request()
 }
@@ -1610,6 +1620,10 @@ type RankRequest_Own struct {
 	Own *OwnTimes `protobuf:"bytes,88,opt,name=own,proto3,oneof"`
 }
 
+type RankRequest_Corrupted struct {
+	Corrupted *Corrupted `protobuf:"bytes,89,opt,name=corrupted,proto3,oneof"`
+}
+
 func (*RankRequest_Quorum) isRankRequest_Request() {}
 
 func (*RankRequest_ShouldCommit) isRankRequest_Request() {}
@@ -1635,6 +1649,8 @@ func (*RankRequest_Stacks) isRankRequest_Request() {}
 func (*RankRequest_Raised) isRankRequest_Request() {}
 
 func (*RankRequest_Own) isRankRequest_Request() {}
+
+func (*RankRequest_Corrupted) isRankRequest_Request() {}
 
 type RankResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2469,6 +2485,67 @@ func (x *Raised) GetSkip() string {
 	return ""
 }
 
+// Groups have computed different gradients of the same unit. Sent by all ranks that see it, in the same words.
+type Corrupted struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	GroupRank     int64                  `protobuf:"varint,1,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
+	ReplicaIds    []string               `protobuf:"bytes,2,rep,name=replica_ids,json=replicaIds,proto3" json:"replica_ids,omitempty"` // of the groups that are wrong; of all, if that is not known
+	Reason        string                 `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`                           // step, samples, rank, hosts and digests
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Corrupted) Reset() {
+	*x = Corrupted{}
+	mi := &file_torchft_proto_msgTypes[28]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Corrupted) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Corrupted) ProtoMessage() {}
+
+func (x *Corrupted) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[28]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Corrupted.ProtoReflect.Descriptor instead.
+func (*Corrupted) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *Corrupted) GetGroupRank() int64 {
+	if x != nil {
+		return x.GroupRank
+	}
+	return 0
+}
+
+func (x *Corrupted) GetReplicaIds() []string {
+	if x != nil {
+		return x.ReplicaIds
+	}
+	return nil
+}
+
+func (x *Corrupted) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
 // Where the threads of a rank are, sent when its group makes no progress while others wait for it.
 type RankStacks struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2481,7 +2558,7 @@ type RankStacks struct {
 
 func (x *RankStacks) Reset() {
 	*x = RankStacks{}
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2493,7 +2570,7 @@ func (x *RankStacks) String() string {
 func (*RankStacks) ProtoMessage() {}
 
 func (x *RankStacks) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2506,7 +2583,7 @@ func (x *RankStacks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankStacks.ProtoReflect.Descriptor instead.
 func (*RankStacks) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{28}
+	return file_torchft_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *RankStacks) GetGroupRank() int64 {
@@ -2546,7 +2623,7 @@ type GroupProgress struct {
 
 func (x *GroupProgress) Reset() {
 	*x = GroupProgress{}
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2558,7 +2635,7 @@ func (x *GroupProgress) String() string {
 func (*GroupProgress) ProtoMessage() {}
 
 func (x *GroupProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2571,7 +2648,7 @@ func (x *GroupProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GroupProgress.ProtoReflect.Descriptor instead.
 func (*GroupProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{29}
+	return file_torchft_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *GroupProgress) GetStep() int64 {
@@ -2628,7 +2705,7 @@ type CallFailure struct {
 
 func (x *CallFailure) Reset() {
 	*x = CallFailure{}
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2640,7 +2717,7 @@ func (x *CallFailure) String() string {
 func (*CallFailure) ProtoMessage() {}
 
 func (x *CallFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2653,7 +2730,7 @@ func (x *CallFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallFailure.ProtoReflect.Descriptor instead.
 func (*CallFailure) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{30}
+	return file_torchft_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *CallFailure) GetCode() uint32 {
@@ -2700,6 +2777,7 @@ type MemberMessage struct {
 	//	*MemberMessage_Changes
 	//	*MemberMessage_Stacks
 	//	*MemberMessage_Raised
+	//	*MemberMessage_Corrupted
 	//	*MemberMessage_Drain
 	Message isMemberMessage_Message `protobuf_oneof:"message"`
 	// With alive and leaving: the step that the group is in, while its quorum stands; 0: none stands. With shutting_down
@@ -2714,7 +2792,7 @@ type MemberMessage struct {
 
 func (x *MemberMessage) Reset() {
 	*x = MemberMessage{}
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2726,7 +2804,7 @@ func (x *MemberMessage) String() string {
 func (*MemberMessage) ProtoMessage() {}
 
 func (x *MemberMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2739,7 +2817,7 @@ func (x *MemberMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberMessage.ProtoReflect.Descriptor instead.
 func (*MemberMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{31}
+	return file_torchft_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *MemberMessage) GetFinished() bool {
@@ -2909,6 +2987,15 @@ func (x *MemberMessage) GetRaised() *Raised {
 	return nil
 }
 
+func (x *MemberMessage) GetCorrupted() *Corrupted {
+	if x != nil {
+		if x, ok := x.Message.(*MemberMessage_Corrupted); ok {
+			return x.Corrupted
+		}
+	}
+	return nil
+}
+
 func (x *MemberMessage) GetDrain() string {
 	if x != nil {
 		if x, ok := x.Message.(*MemberMessage_Drain); ok {
@@ -3022,6 +3109,10 @@ type MemberMessage_Raised struct {
 	Raised *Raised `protobuf:"bytes,63,opt,name=raised,proto3,oneof"`
 }
 
+type MemberMessage_Corrupted struct {
+	Corrupted *Corrupted `protobuf:"bytes,65,opt,name=corrupted,proto3,oneof"`
+}
+
 type MemberMessage_Drain struct {
 	Drain string `protobuf:"bytes,56,opt,name=drain,proto3,oneof"` // a rank was asked to drain its group; the value names who requested it
 }
@@ -3060,6 +3151,8 @@ func (*MemberMessage_Stacks) isMemberMessage_Message() {}
 
 func (*MemberMessage_Raised) isMemberMessage_Message() {}
 
+func (*MemberMessage_Corrupted) isMemberMessage_Message() {}
+
 func (*MemberMessage_Drain) isMemberMessage_Message() {}
 
 // A step of a quorum.
@@ -3073,7 +3166,7 @@ type Step struct {
 
 func (x *Step) Reset() {
 	*x = Step{}
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3085,7 +3178,7 @@ func (x *Step) String() string {
 func (*Step) ProtoMessage() {}
 
 func (x *Step) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3098,7 +3191,7 @@ func (x *Step) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Step.ProtoReflect.Descriptor instead.
 func (*Step) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{32}
+	return file_torchft_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Step) GetQuorumId() int64 {
@@ -3126,7 +3219,7 @@ type Parting struct {
 
 func (x *Parting) Reset() {
 	*x = Parting{}
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3138,7 +3231,7 @@ func (x *Parting) String() string {
 func (*Parting) ProtoMessage() {}
 
 func (x *Parting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3151,7 +3244,7 @@ func (x *Parting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Parting.ProtoReflect.Descriptor instead.
 func (*Parting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{33}
+	return file_torchft_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Parting) GetQuorumId() int64 {
@@ -3196,7 +3289,7 @@ type Greeting struct {
 
 func (x *Greeting) Reset() {
 	*x = Greeting{}
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3208,7 +3301,7 @@ func (x *Greeting) String() string {
 func (*Greeting) ProtoMessage() {}
 
 func (x *Greeting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3221,7 +3314,7 @@ func (x *Greeting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Greeting.ProtoReflect.Descriptor instead.
 func (*Greeting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{34}
+	return file_torchft_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Greeting) GetReplicaId() string {
@@ -3292,7 +3385,7 @@ type Ask struct {
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3304,7 +3397,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3317,7 +3410,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{35}
+	return file_torchft_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -3397,7 +3490,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3409,7 +3502,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3422,7 +3515,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{36}
+	return file_torchft_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -3588,7 +3681,7 @@ type NotLeader struct {
 
 func (x *NotLeader) Reset() {
 	*x = NotLeader{}
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3600,7 +3693,7 @@ func (x *NotLeader) String() string {
 func (*NotLeader) ProtoMessage() {}
 
 func (x *NotLeader) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3613,7 +3706,7 @@ func (x *NotLeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NotLeader.ProtoReflect.Descriptor instead.
 func (*NotLeader) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{37}
+	return file_torchft_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *NotLeader) GetLeader() string {
@@ -3634,7 +3727,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3646,7 +3739,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3659,7 +3752,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{38}
+	return file_torchft_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
@@ -3698,7 +3791,7 @@ type Delivery struct {
 
 func (x *Delivery) Reset() {
 	*x = Delivery{}
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3710,7 +3803,7 @@ func (x *Delivery) String() string {
 func (*Delivery) ProtoMessage() {}
 
 func (x *Delivery) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3723,7 +3816,7 @@ func (x *Delivery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delivery.ProtoReflect.Descriptor instead.
 func (*Delivery) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{39}
+	return file_torchft_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *Delivery) GetList() uint64 {
@@ -3792,7 +3885,7 @@ type QuorumStates struct {
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3804,7 +3897,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3817,7 +3910,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{40}
+	return file_torchft_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -3895,7 +3988,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3907,7 +4000,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3920,7 +4013,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{41}
+	return file_torchft_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -3960,7 +4053,7 @@ type Frame struct {
 
 func (x *Frame) Reset() {
 	*x = Frame{}
-	mi := &file_torchft_proto_msgTypes[42]
+	mi := &file_torchft_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3972,7 +4065,7 @@ func (x *Frame) String() string {
 func (*Frame) ProtoMessage() {}
 
 func (x *Frame) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[42]
+	mi := &file_torchft_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3985,7 +4078,7 @@ func (x *Frame) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Frame.ProtoReflect.Descriptor instead.
 func (*Frame) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{42}
+	return file_torchft_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *Frame) GetData() []byte {
@@ -4003,7 +4096,7 @@ type IdentifyRequest struct {
 
 func (x *IdentifyRequest) Reset() {
 	*x = IdentifyRequest{}
-	mi := &file_torchft_proto_msgTypes[43]
+	mi := &file_torchft_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4015,7 +4108,7 @@ func (x *IdentifyRequest) String() string {
 func (*IdentifyRequest) ProtoMessage() {}
 
 func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[43]
+	mi := &file_torchft_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4028,7 +4121,7 @@ func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyRequest.ProtoReflect.Descriptor instead.
 func (*IdentifyRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{43}
+	return file_torchft_proto_rawDescGZIP(), []int{44}
 }
 
 // The identity of a lighthouse in its cluster.
@@ -4044,7 +4137,7 @@ type IdentifyResponse struct {
 
 func (x *IdentifyResponse) Reset() {
 	*x = IdentifyResponse{}
-	mi := &file_torchft_proto_msgTypes[44]
+	mi := &file_torchft_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4056,7 +4149,7 @@ func (x *IdentifyResponse) String() string {
 func (*IdentifyResponse) ProtoMessage() {}
 
 func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[44]
+	mi := &file_torchft_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4069,7 +4162,7 @@ func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyResponse.ProtoReflect.Descriptor instead.
 func (*IdentifyResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{44}
+	return file_torchft_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *IdentifyResponse) GetCluster() string {
@@ -4205,7 +4298,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x03msg\x18\x01 \x01(\tR\x03msg\"\x0e\n" +
 	"\fKillResponse\"\x0e\n" +
 	"\fLeaveRequest\"\x0f\n" +
-	"\rLeaveResponse\"\x9c\x05\n" +
+	"\rLeaveResponse\"\xd0\x05\n" +
 	"\vRankRequest\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x12\x1d\n" +
 	"\n" +
@@ -4222,7 +4315,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x05drain\x18U \x01(\bH\x00R\x05drain\x12-\n" +
 	"\x06stacks\x18V \x01(\v2\x13.torchft.RankStacksH\x00R\x06stacks\x12)\n" +
 	"\x06raised\x18W \x01(\v2\x0f.torchft.RaisedH\x00R\x06raised\x12%\n" +
-	"\x03own\x18X \x01(\v2\x11.torchft.OwnTimesH\x00R\x03ownB\t\n" +
+	"\x03own\x18X \x01(\v2\x11.torchft.OwnTimesH\x00R\x03own\x122\n" +
+	"\tcorrupted\x18Y \x01(\v2\x12.torchft.CorruptedH\x00R\tcorruptedB\t\n" +
 	"\arequestJ\x04\bS\x10T\"\x8b\x02\n" +
 	"\fRankResponse\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x128\n" +
@@ -4309,6 +4403,12 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06device\x18\x06 \x01(\bR\x06device\x12\x12\n" +
 	"\x04text\x18\a \x01(\tR\x04text\x12\x12\n" +
 	"\x04skip\x18\b \x01(\tR\x04skip\"c\n" +
+	"\tCorrupted\x12\x1d\n" +
+	"\n" +
+	"group_rank\x18\x01 \x01(\x03R\tgroupRank\x12\x1f\n" +
+	"\vreplica_ids\x18\x02 \x03(\tR\n" +
+	"replicaIds\x12\x16\n" +
+	"\x06reason\x18\x03 \x01(\tR\x06reason\"c\n" +
 	"\n" +
 	"RankStacks\x12\x1d\n" +
 	"\n" +
@@ -4328,7 +4428,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\x18\n" +
-	"\arefusal\x18\x03 \x01(\tR\arefusal\"\xee\x06\n" +
+	"\arefusal\x18\x03 \x01(\tR\arefusal\"\xa2\a\n" +
 	"\rMemberMessage\x12\x1a\n" +
 	"\bfinished\x183 \x01(\bR\bfinished\x12/\n" +
 	"\bgreeting\x18\x01 \x01(\v2\x11.torchft.GreetingH\x00R\bgreeting\x12 \n" +
@@ -4349,7 +4449,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\aparting\x186 \x01(\v2\x10.torchft.PartingH\x00R\aparting\x12\x1a\n" +
 	"\achanges\x187 \x01(\tH\x00R\achanges\x12-\n" +
 	"\x06stacks\x189 \x01(\v2\x13.torchft.RankStacksH\x00R\x06stacks\x12)\n" +
-	"\x06raised\x18? \x01(\v2\x0f.torchft.RaisedH\x00R\x06raised\x12\x16\n" +
+	"\x06raised\x18? \x01(\v2\x0f.torchft.RaisedH\x00R\x06raised\x122\n" +
+	"\tcorrupted\x18A \x01(\v2\x12.torchft.CorruptedH\x00R\tcorrupted\x12\x16\n" +
 	"\x05drain\x188 \x01(\tH\x00R\x05drain\x12\x12\n" +
 	"\x04step\x184 \x01(\x03R\x04step\x12$\n" +
 	"\x05phase\x18: \x01(\x0e2\x0e.torchft.PhaseR\x05phase\x12\x19\n" +
@@ -4474,7 +4575,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 }
 
 var file_torchft_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 45)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 46)
 var file_torchft_proto_goTypes = []any{
 	(Phase)(0),                          // 0: torchft.Phase
 	(Notice_Kind)(0),                    // 1: torchft.Notice.Kind
@@ -4506,28 +4607,29 @@ var file_torchft_proto_goTypes = []any{
 	(*OwnTimes)(nil),                    // 27: torchft.OwnTimes
 	(*Pace)(nil),                        // 28: torchft.Pace
 	(*Raised)(nil),                      // 29: torchft.Raised
-	(*RankStacks)(nil),                  // 30: torchft.RankStacks
-	(*GroupProgress)(nil),               // 31: torchft.GroupProgress
-	(*CallFailure)(nil),                 // 32: torchft.CallFailure
-	(*MemberMessage)(nil),               // 33: torchft.MemberMessage
-	(*Step)(nil),                        // 34: torchft.Step
-	(*Parting)(nil),                     // 35: torchft.Parting
-	(*Greeting)(nil),                    // 36: torchft.Greeting
-	(*Ask)(nil),                         // 37: torchft.Ask
-	(*LighthouseMessage)(nil),           // 38: torchft.LighthouseMessage
-	(*NotLeader)(nil),                   // 39: torchft.NotLeader
-	(*Welcome)(nil),                     // 40: torchft.Welcome
-	(*Delivery)(nil),                    // 41: torchft.Delivery
-	(*QuorumStates)(nil),                // 42: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 43: torchft.PlacedState
-	(*Frame)(nil),                       // 44: torchft.Frame
-	(*IdentifyRequest)(nil),             // 45: torchft.IdentifyRequest
-	(*IdentifyResponse)(nil),            // 46: torchft.IdentifyResponse
-	(*timestamppb.Timestamp)(nil),       // 47: google.protobuf.Timestamp
+	(*Corrupted)(nil),                   // 30: torchft.Corrupted
+	(*RankStacks)(nil),                  // 31: torchft.RankStacks
+	(*GroupProgress)(nil),               // 32: torchft.GroupProgress
+	(*CallFailure)(nil),                 // 33: torchft.CallFailure
+	(*MemberMessage)(nil),               // 34: torchft.MemberMessage
+	(*Step)(nil),                        // 35: torchft.Step
+	(*Parting)(nil),                     // 36: torchft.Parting
+	(*Greeting)(nil),                    // 37: torchft.Greeting
+	(*Ask)(nil),                         // 38: torchft.Ask
+	(*LighthouseMessage)(nil),           // 39: torchft.LighthouseMessage
+	(*NotLeader)(nil),                   // 40: torchft.NotLeader
+	(*Welcome)(nil),                     // 41: torchft.Welcome
+	(*Delivery)(nil),                    // 42: torchft.Delivery
+	(*QuorumStates)(nil),                // 43: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 44: torchft.PlacedState
+	(*Frame)(nil),                       // 45: torchft.Frame
+	(*IdentifyRequest)(nil),             // 46: torchft.IdentifyRequest
+	(*IdentifyResponse)(nil),            // 47: torchft.IdentifyResponse
+	(*timestamppb.Timestamp)(nil),       // 48: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	2,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	47, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	48, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	2,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
 	3,  // 3: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
 	8,  // 4: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
@@ -4537,65 +4639,67 @@ var file_torchft_proto_depIdxs = []int32{
 	22, // 8: torchft.RankRequest.healing:type_name -> torchft.HealProgress
 	24, // 9: torchft.RankRequest.recovered:type_name -> torchft.Recovered
 	23, // 10: torchft.RankRequest.counted:type_name -> torchft.Counted
-	30, // 11: torchft.RankRequest.stacks:type_name -> torchft.RankStacks
+	31, // 11: torchft.RankRequest.stacks:type_name -> torchft.RankStacks
 	29, // 12: torchft.RankRequest.raised:type_name -> torchft.Raised
 	27, // 13: torchft.RankRequest.own:type_name -> torchft.OwnTimes
-	9,  // 14: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
-	13, // 15: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
-	32, // 16: torchft.RankResponse.failure:type_name -> torchft.CallFailure
-	20, // 17: torchft.RankResponse.notice:type_name -> torchft.Notice
-	1,  // 18: torchft.Notice.kind:type_name -> torchft.Notice.Kind
-	25, // 19: torchft.Recovered.phases:type_name -> torchft.PhaseTime
-	0,  // 20: torchft.RankProgress.phase:type_name -> torchft.Phase
-	0,  // 21: torchft.GroupProgress.phase:type_name -> torchft.Phase
-	36, // 22: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	37, // 23: torchft.MemberMessage.ask:type_name -> torchft.Ask
-	21, // 24: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
-	31, // 25: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
-	22, // 26: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
-	24, // 27: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
-	34, // 28: torchft.MemberMessage.stopped:type_name -> torchft.Step
-	35, // 29: torchft.MemberMessage.parting:type_name -> torchft.Parting
-	30, // 30: torchft.MemberMessage.stacks:type_name -> torchft.RankStacks
-	29, // 31: torchft.MemberMessage.raised:type_name -> torchft.Raised
-	0,  // 32: torchft.MemberMessage.phase:type_name -> torchft.Phase
-	28, // 33: torchft.MemberMessage.pace:type_name -> torchft.Pace
-	34, // 34: torchft.Greeting.stands:type_name -> torchft.Step
-	2,  // 35: torchft.Ask.member:type_name -> torchft.QuorumMember
-	40, // 36: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	32, // 37: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	20, // 38: torchft.LighthouseMessage.notice:type_name -> torchft.Notice
-	41, // 39: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
-	42, // 40: torchft.Delivery.states:type_name -> torchft.QuorumStates
-	47, // 41: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	43, // 42: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	4,  // 43: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	6,  // 44: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	8,  // 45: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	10, // 46: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	12, // 47: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	14, // 48: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	18, // 49: torchft.RankService.Session:input_type -> torchft.RankRequest
-	16, // 50: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
-	33, // 51: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	44, // 52: torchft.ClusterService.Link:input_type -> torchft.Frame
-	45, // 53: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
-	5,  // 54: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	7,  // 55: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	9,  // 56: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	11, // 57: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	13, // 58: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	15, // 59: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	19, // 60: torchft.RankService.Session:output_type -> torchft.RankResponse
-	17, // 61: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
-	38, // 62: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	44, // 63: torchft.ClusterService.Link:output_type -> torchft.Frame
-	46, // 64: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
-	54, // [54:65] is the sub-list for method output_type
-	43, // [43:54] is the sub-list for method input_type
-	43, // [43:43] is the sub-list for extension type_name
-	43, // [43:43] is the sub-list for extension extendee
-	0,  // [0:43] is the sub-list for field type_name
+	30, // 14: torchft.RankRequest.corrupted:type_name -> torchft.Corrupted
+	9,  // 15: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
+	13, // 16: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
+	33, // 17: torchft.RankResponse.failure:type_name -> torchft.CallFailure
+	20, // 18: torchft.RankResponse.notice:type_name -> torchft.Notice
+	1,  // 19: torchft.Notice.kind:type_name -> torchft.Notice.Kind
+	25, // 20: torchft.Recovered.phases:type_name -> torchft.PhaseTime
+	0,  // 21: torchft.RankProgress.phase:type_name -> torchft.Phase
+	0,  // 22: torchft.GroupProgress.phase:type_name -> torchft.Phase
+	37, // 23: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	38, // 24: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	21, // 25: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
+	32, // 26: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
+	22, // 27: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
+	24, // 28: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
+	35, // 29: torchft.MemberMessage.stopped:type_name -> torchft.Step
+	36, // 30: torchft.MemberMessage.parting:type_name -> torchft.Parting
+	31, // 31: torchft.MemberMessage.stacks:type_name -> torchft.RankStacks
+	29, // 32: torchft.MemberMessage.raised:type_name -> torchft.Raised
+	30, // 33: torchft.MemberMessage.corrupted:type_name -> torchft.Corrupted
+	0,  // 34: torchft.MemberMessage.phase:type_name -> torchft.Phase
+	28, // 35: torchft.MemberMessage.pace:type_name -> torchft.Pace
+	35, // 36: torchft.Greeting.stands:type_name -> torchft.Step
+	2,  // 37: torchft.Ask.member:type_name -> torchft.QuorumMember
+	41, // 38: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	33, // 39: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	20, // 40: torchft.LighthouseMessage.notice:type_name -> torchft.Notice
+	42, // 41: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
+	43, // 42: torchft.Delivery.states:type_name -> torchft.QuorumStates
+	48, // 43: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	44, // 44: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	4,  // 45: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	6,  // 46: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	8,  // 47: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	10, // 48: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	12, // 49: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	14, // 50: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	18, // 51: torchft.RankService.Session:input_type -> torchft.RankRequest
+	16, // 52: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
+	34, // 53: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	45, // 54: torchft.ClusterService.Link:input_type -> torchft.Frame
+	46, // 55: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
+	5,  // 56: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	7,  // 57: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	9,  // 58: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	11, // 59: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	13, // 60: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	15, // 61: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	19, // 62: torchft.RankService.Session:output_type -> torchft.RankResponse
+	17, // 63: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
+	39, // 64: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	45, // 65: torchft.ClusterService.Link:output_type -> torchft.Frame
+	47, // 66: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
+	56, // [56:67] is the sub-list for method output_type
+	45, // [45:56] is the sub-list for method input_type
+	45, // [45:45] is the sub-list for extension type_name
+	45, // [45:45] is the sub-list for extension extendee
+	0,  // [0:45] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -4618,6 +4722,7 @@ func file_torchft_proto_init() {
 		(*RankRequest_Stacks)(nil),
 		(*RankRequest_Raised)(nil),
 		(*RankRequest_Own)(nil),
+		(*RankRequest_Corrupted)(nil),
 	}
 	file_torchft_proto_msgTypes[17].OneofWrappers = []any{
 		(*RankResponse_Quorum)(nil),
@@ -4625,7 +4730,7 @@ func file_torchft_proto_init() {
 		(*RankResponse_Failure)(nil),
 		(*RankResponse_Notice)(nil),
 	}
-	file_torchft_proto_msgTypes[31].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[32].OneofWrappers = []any{
 		(*MemberMessage_Greeting)(nil),
 		(*MemberMessage_Ask)(nil),
 		(*MemberMessage_Withdraw)(nil),
@@ -4643,9 +4748,10 @@ func file_torchft_proto_init() {
 		(*MemberMessage_Changes)(nil),
 		(*MemberMessage_Stacks)(nil),
 		(*MemberMessage_Raised)(nil),
+		(*MemberMessage_Corrupted)(nil),
 		(*MemberMessage_Drain)(nil),
 	}
-	file_torchft_proto_msgTypes[36].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[37].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_Failure)(nil),
 		(*LighthouseMessage_Closing)(nil),
@@ -4656,7 +4762,7 @@ func file_torchft_proto_init() {
 		(*LighthouseMessage_Alive)(nil),
 		(*LighthouseMessage_Delivery)(nil),
 	}
-	file_torchft_proto_msgTypes[39].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[40].OneofWrappers = []any{
 		(*Delivery_Packed)(nil),
 		(*Delivery_States)(nil),
 	}
@@ -4666,7 +4772,7 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   45,
+			NumMessages:   46,
 			NumExtensions: 0,
 			NumServices:   5,
 		},

@@ -244,6 +244,7 @@ function words(event) {
   if (["stopped", "skipped", "scaled"].includes(event.kind)) return event.reason;
   if (event.kind === "stalled") return `the others wait for ${(event.left || []).join(", ")}; ${event.reason}`;
   if (event.kind === "straggler") return `${(event.left || []).join(", ")} is slower than the others; ${event.reason}`;
+  if (event.kind === "corrupted") return event.reason;
   if (event.kind === "stacks") return `${event.who}, ${event.reason}\n${event.stacks}`;
   if (event.kind === "refused") return `${(event.left || []).join(", ")} was refused; ${event.reason}`;
   if (event.who) parts.push(recovery(event));

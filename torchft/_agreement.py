@@ -37,6 +37,8 @@ CONNECTIONS = _PREFIX + "connections"
 KEEPS = _PREFIX + "keeps"
 # This group loads a copy of an earlier life, unless a group has a later state (snapshots/restore.py).
 RESTORES = _PREFIX + "restores"
+# How often this group audits gradients, and its host (_manager/checks/audits.py).
+AUDITS = _PREFIX + "audits"
 VERSION = _PREFIX + "version"  # of torchft in this group
 LOADER = _PREFIX + "loader"  # the kind of data loader that weights this group's gradients (layout.py)
 # Digest of the tensors that this rank reduces, and of its data (layout.py, go/quorum/fit.go).

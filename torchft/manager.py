@@ -26,9 +26,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from torchft._agreement import COMPARES, CONNECTIONS, IN_PASSING, KEEPS, RESTORES
+from torchft._agreement import AUDITS, COMPARES, CONNECTIONS, IN_PASSING, KEEPS, RESTORES
 from torchft._forked import Maker
 from torchft._handoff import hand_off, prepare
+from torchft._manager.checks.audits import Audits
 from torchft._manager.checks.calls import Calls
 from torchft._manager.checks.device import claim_device
 from torchft._manager.checks.layout import Layout
@@ -189,6 +190,10 @@ class Manager(Stateful, Stepping):
         snapshot_copies: number of groups that keep each part of such a copy, where memory is short: at least
             2, and ``snapshots`` a number of at least 2, both the same in all groups. 0: each group keeps all,
             so that one host that is left is enough; None: as TORCHFT_SNAPSHOT_COPIES says (0).
+        audit: with a :class:`torchft.data.ElasticDataLoader`, the part of the steps in which all groups
+            compute one unit and compare its gradient before the commit, so that a group whose gradients are
+            wrong is named and ends: docs/divergence.md. At most that part of the time; 0: none; None: as
+            TORCHFT_AUDIT says (0). The same in all groups.
 
     Raises:
         ValueError: a setting is missing or out of range.
@@ -231,6 +236,7 @@ class Manager(Stateful, Stepping):
         heal: Optional[str] = None,
         snapshots: Union[int, str, None] = None,
         snapshot_copies: Optional[int] = None,
+        audit: Optional[float] = None,
     ) -> None:
         prepare()
         self._maker = Maker("Manager")
@@ -256,6 +262,7 @@ class Manager(Stateful, Stepping):
             heal_along=heal_along,
             snapshots=snapshots,
             snapshot_copies=snapshot_copies,
+            audit=audit,
         )
         check_limits(min_replica_size, max_retries)
         default_signals = leave_on_from_env()
@@ -335,6 +342,8 @@ class Manager(Stateful, Stepping):
             errors=self._errors,
             logger=self._logger,
         )
+        exact, optimizers = settings.reproducible_reduction, self._replicas.state.optimizers
+        self._audits = Audits(settings.audit, exact, self._group_rank, optimizers, self._logger)
         self._user_state.optimizers = self._replicas.state.optimizers
         self._layout = Layout(self._peers.announce_layout)
         self._data = Data(self._layout, planner, settings, self._init_sync)
@@ -510,7 +519,7 @@ class Manager(Stateful, Stepping):
         if self._data.adds_gradients:
             # The loader checks for a drain between two steps, and its units belong to the step in progress.
             return
-        if self._settings.reproducible_reduction:
+        if self._settings.reproducible_reduction or self._audits.on:
             self._data.check_step()
         timeout = self._quorum_timeout if timeout is None else given("timeout", timeout, self._quorum_timeout)
         request = StepRequest(allow_heal, shrink_only, timeout)
@@ -699,6 +708,7 @@ class Manager(Stateful, Stepping):
             reconfigure_handle=self._peers.handle(
                 [
                     *self._layout.announces,
+                    (AUDITS, self._audits.announces),
                     (COMPARES, self._replicas.announces(averages=local_sgd)),
                     (CONNECTIONS, connections),
                     (IN_PASSING, self._in_passing.announces if self._in_passing is not None else ""),
@@ -983,6 +993,11 @@ class Manager(Stateful, Stepping):
         if words is not None:
             self._data.sent(words, self._reduce(words, ReduceOp.SUM, False))
 
+    def _compare_gradients(self, step: Step) -> None:
+        table = self._audits.table(step, device_of(self._pg))
+        if table is not None:
+            self._audits.sent(step, table, self._reduce(table, ReduceOp.SUM, False))
+
     # For a data loader: see _manager/checks/loader.py
 
     def _attach_loader(self, loader: Loader) -> None:
@@ -1119,7 +1134,7 @@ class Manager(Stateful, Stepping):
             ValueError: this group joined with other reductions than those of the other groups.
             RuntimeError: more than ``max_retries`` steps failed in a row, there is no quorum, or a rank of
                 the group has failed; or the weights of this group are not those of most, and
-                ``on_divergence="evict"``.
+                ``on_divergence="evict"``; or its gradients are not (``audit``).
             TimeoutError: not all ranks of the group voted in time.
         """
         timeout = self._timeout if timeout is None else given("timeout", timeout, self._timeout)
@@ -1179,6 +1194,7 @@ class Manager(Stateful, Stepping):
                 self._logger.exception(f"a commit hook failed: {e}")
         if self._current.error is not None:
             self._replicas.check_evicted(self._current)
+            self._audits.check_ends()
         if self._calls.differs is not None:
             self.shutdown(wait=False)  # the other groups do not wait until this process has ended
             raise self._calls.differs
@@ -1205,6 +1221,8 @@ class Manager(Stateful, Stepping):
                 self._heal_wait.wait()
             if self._data.has_loader and self._data.compares_without_reduction(self._current):
                 self._compare_batches(self._current, device_of(self._pg))
+            if self._audits.on:
+                self._compare_gradients(self._current)
         except Exception as e:
             self._errors.of_collective(e)
         self._end_collectives()
@@ -1226,6 +1244,8 @@ class Manager(Stateful, Stepping):
                 self._data.verify(step)
                 if step.error is None:
                     self._again.verify(step)
+                if self._audits.on:
+                    self._audits.verify(step)
             self._check_gradients(step)
         except Exception as e:
             self._logger.exception(f"the step is not committed: {e}")

@@ -145,8 +145,8 @@ def test_events_arrive_at_a_collector(otel: Any, monkeypatch: pytest.MonkeyPatch
         export_events()
         export_events()  # a second Manager of this process
         assert sorted(otel._LOGGER_PROVIDER) == [
-            "torchft_commits", "torchft_divergences", "torchft_errors", "torchft_failures", "torchft_quorums",
-            "torchft_recoveries",
+            "torchft_audits", "torchft_commits", "torchft_divergences", "torchft_errors", "torchft_failures",
+            "torchft_quorums", "torchft_recoveries",
         ]  # fmt: skip
         logging.getLogger("torchft_commits").info("committed", extra={"step": 7, "quorum_id": 3})
         otel.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,6 +43,8 @@ REPLAY_FAILED_STEP_ENV: str = "TORCHFT_REPLAY_FAILED_STEP"
 COMPARE_COMMITS_ENV: str = "TORCHFT_COMPARE_COMMITS"
 #: `on_divergence`. Default: report.
 ON_DIVERGENCE_ENV: str = "TORCHFT_ON_DIVERGENCE"
+#: `audit`. Default: 0.
+AUDIT_ENV: str = "TORCHFT_AUDIT"
 #: `snapshots`. Default: 0; auto under `torchft run`.
 SNAPSHOTS_ENV: str = "TORCHFT_SNAPSHOTS"
 #: `snapshot_copies`. Default: 0.
@@ -54,6 +57,8 @@ TORCH_FR_DUMP_TEMP_FILE_ENV: str = "TORCH_FR_DUMP_TEMP_FILE"
 
 # The assigned source, and as many additional ones as a quorum names to a healing group (go/recovery).
 MAX_SOURCES = 4
+
+_LEAST_AUDIT = 1e-6
 
 # Number of restarts of the workers so far, in keys: torchrun keeps the group's store over a restart.
 RESTART_COUNT_ENV: str = "TORCHELASTIC_RESTART_COUNT"
@@ -112,6 +117,7 @@ class Settings:
     snapshots: Optional[int] = 0
     # Number of groups that keep each part of such a copy; 0: all, so that one host that is left is enough
     snapshot_copies: int = 0
+    audit: float = 0.0  # the part of the steps in which all groups compute one unit, which takes time
 
     def require_lighthouse(self) -> str:
         """The lighthouse's address; only the rank that runs the manager server needs it."""
@@ -145,6 +151,7 @@ def resolve(
     heal_along: Optional[bool] = None,
     snapshots: Union[int, str, None] = None,
     snapshot_copies: Optional[int] = None,
+    audit: Optional[float] = None,
 ) -> Settings:
     """Takes settings that the caller left out from the environment, and checks all of them. ValueError:
     naming the setting, its value and what is allowed.
@@ -172,6 +179,7 @@ def resolve(
         heal=_heal(heal, heal_along),
         snapshots=_number_or_auto("snapshots", snapshots, SNAPSHOTS_ENV, "0"),
         snapshot_copies=_snapshot_copies(snapshot_copies),
+        audit=_audit(audit),
     )
     _check(settings)
     return settings
@@ -233,6 +241,21 @@ def _snapshot_copies(given: Optional[int]) -> int:
     if not isinstance(copies, int) or isinstance(copies, bool) or copies < 0 or copies == 1:
         raise ValueError(f"{name}={copies!r}: allowed are 0 (all groups), or a number of groups from 2")
     return copies
+
+
+def _audit(given: Optional[float]) -> float:
+    name = AUDIT_ENV if given is None else "audit"
+    value = os.environ.get(AUDIT_ENV, "0") if given is None else given
+    try:
+        rate = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        rate = math.nan
+    if rate == 0 or _LEAST_AUDIT <= rate <= 1:
+        return rate
+    raise ValueError(
+        f"{name}={value!r}: allowed are 0 (never), or the part of the steps that are audited, from "
+        f"{_LEAST_AUDIT:g} to 1"
+    )
 
 
 def _on_divergence(given: Optional[str]) -> OnDivergence:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchft.data.loader import ElasticDataLoader
 
 _SHOWN = 4  # indices of a unit shown in an error
+AUDIT = -1  # the place of a unit that another group counts
 
 
 class UnitsSkipped(ValueError):
@@ -38,6 +39,20 @@ class Membership(NamedTuple):
     speeds: tuple[int, ...] = ()
 
 
+class AuditedUnit(NamedTuple):
+    """The unit that all participants compute in a step (torchft/_manager/checks/audit.py).
+
+    Attributes:
+        place: its place among the units of the participant that counts it.
+        unit: the unit.
+        own: whether this group counts it.
+    """
+
+    place: int
+    unit: PlannedUnit
+    own: bool
+
+
 class Unit:
     """A micro-batch of one rank.
 
@@ -49,11 +64,13 @@ class Unit:
         last: whether this is the unit in which gradients are reduced.
         repeated: whether this is a further pass of the step, because gradients did not fit
             (``reproducible_reduction``).
+        audit: whether another group counts this unit, and its gradient is only compared (``audit``).
     """
 
     def __init__(self, step: LoaderStep, place: int, data: Any, weight: float, seed: Optional[int]) -> None:
-        planned = step._share.units[place]
-        exact = step._loader._exact
+        planned = step.planned(place)
+        self.audit = place == AUDIT
+        exact = None if self.audit else step._loader._exact
         self.data = data
         self.indices = planned.indices
         self.weight = weight
@@ -85,10 +102,17 @@ class Unit:
         self._step.check_runs()
         if self._seed is not None:
             torch.manual_seed(self._seed)
+        audits, audited = self._step._loader._audits, self._step.audited
+        if audits is not None:
+            audits.check(models)
         # noted before the passes, because the last unit reduces in its backward pass
-        self._step._added.add(self._place)
+        if not self.audit:
+            self._step._added.add(self._place)
         try:
             with contextlib.ExitStack() as stack:
+                own = audited is not None and audited.own and self._place == audited.place
+                if audits is not None and (own or self.audit):
+                    stack.enter_context(audits.measured(models, self.indices, discard=self.audit))
                 if self._exact is not None:
                     stack.enter_context(
                         self._exact.accumulate(models, counted=self.weight != 0, last=self.last)
@@ -126,7 +150,12 @@ class LoaderStep:
     committed: Optional[bool] = None
 
     def __init__(
-        self, loader: ElasticDataLoader, share: RankShare, membership: Membership, again: int = 0
+        self,
+        loader: ElasticDataLoader,
+        share: RankShare,
+        membership: Membership,
+        again: int = 0,
+        audited: Optional[AuditedUnit] = None,
     ) -> None:
         self._loader = loader
         self._share = share
@@ -134,6 +163,7 @@ class LoaderStep:
         self._attempt = loader._manager._current  # the Manager's attempt, whose quorum determines the units
         self._iterated = False
         self._added: set[int] = set()  # indices of the accumulated units
+        self.audited = audited
         # Of a stream, see StreamPlan.count: what this rank has read, and what the ranks of its group have.
         self.counted = self.total = 0
         self.position = share.position
@@ -160,11 +190,13 @@ class LoaderStep:
 
     def _units(self) -> Iterator[Unit]:
         exact = self._loader._exact
+        places = [AUDIT] if self.audited is not None and not self.audited.own else []
+        places += range(len(self))
         while True:
-            for place in range(len(self)):
+            for place in places:
                 self.check_runs()
                 # for the report of an exception, which ends this rank
-                unit = self._share.units[place]
+                unit = self.planned(place)
                 self._attempt.unit = unit.indices
                 self._attempt.skip = self._loader.name_to_skip(self.position, unit.number)
                 yield self._loader._read(self, place)
@@ -173,6 +205,7 @@ class LoaderStep:
             if exact is None or not exact.repeats():
                 return
             self._added.clear()
+            places = list(range(len(self)))
             self._loader._expect(self._membership, self._share)
 
     @property
@@ -223,6 +256,13 @@ class LoaderStep:
     def expected(self) -> int:
         """The number of samples of this data rank, summed over all groups."""
         return self._share.expected
+
+    def planned(self, place: int) -> PlannedUnit:
+        """The unit at a place among those of this rank, or at :data:`AUDIT`."""
+        if place != AUDIT:
+            return self._share.units[place]
+        assert self.audited is not None
+        return self.audited.unit
 
     def put(self, place: int, unit: PlannedUnit, counted: int) -> None:
         """Replaces a planned unit by what was read of a stream, and counts it."""

@@ -14,7 +14,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, Optional
@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, Optional
 import torch
 from torch.distributed import AllreduceOptions
 
+from torchft._manager.checks.audit import chosen
 from torchft._manager.edge import device_of
 from torchft.data._lanes import lanes_of_indices, lanes_of_stream
 from torchft.data._prefetch import Key, ReadFailed, Task
 from torchft.data._reproducible import ReproducibleSum, group_of_ranks
 from torchft.data._source_states import SourceStates
-from torchft.data._step import LoaderStep, Membership, Unit, UnitsSkipped
+from torchft.data._step import AuditedUnit, LoaderStep, Membership, Unit, UnitsSkipped
 from torchft.data._stream_reader import Read, is_stream, shards_of
 from torchft.data.agreement import GroupAction, next_action
 from torchft.data.local_steps import Account
@@ -141,6 +142,12 @@ class ElasticDataLoader:
         self._skips = on_poison == "skip"
         self._skipped_units: frozenset[str] = frozenset()  # that all groups leave out, by name_to_skip
         self._records_skips = False  # whether this rank writes them down
+        self._audits = manager._audits if settings.audit else None
+        if self._audits is not None and not (reproducible_rng and not is_stream(dataset)):
+            raise ValueError(
+                f"audit={settings.audit:g} needs units that any group computes alike: give "
+                "reproducible_rng=True and a dataset with __getitem__ and __len__, or audit=0"
+            )
         if is_stream(dataset):
             _check_stream(shuffle, reproducible_rng, self._skips, settings)
             self._stream = StreamPlan.of(global_batch_size, micro_batch_size, epochs, shards_of(dataset))
@@ -485,19 +492,44 @@ class ElasticDataLoader:
             left = kept | self._skipped_of(share.position)
             parts = self._plan.parts(share.position, rank, participants, self._data_world_size, left, speeds)
             again.computes(share.position, itertools.chain(*parts))
-        self._expect(membership, share)
-        self._step = LoaderStep(self, share, membership, again.attempts)
+        audited = self._audited(plan, membership)
+        self._expect(membership, share, audited)
+        self._step = LoaderStep(self, share, membership, again.attempts, audited)
         if again.units:  # their samples were counted when they were read
             self._step.counted = self._kept_counted
         # A group that computes fewer units than others is slower than its own time shows.
         units = self._plan.num_units(share.position)
         usual = units / (membership.participants * self._data_world_size)
-        manager._own_time.computes(0 if kept or membership.rank is None else len(share.units) / usual)
+        passes = len(share.units) + (audited is not None and not audited.own)
+        manager._own_time.computes(0 if kept or membership.rank is None else passes / usual)
         if membership.speeds != self._speeds and membership.rank is not None:
             self._speeds = membership.speeds
             how = "by the speeds of the groups" if membership.speeds else "evenly"
             manager._logger.info(f"a batch is cut {how}: this rank has {len(share.units)} of {units} units")
         return self._step
+
+    def _audited(self, plan: Plan, membership: Membership) -> Optional[AuditedUnit]:
+        """The unit that all participants compute in this step; None if there is none, or this group is no
+        participant.
+        """
+        manager, audits = self._manager, self._audits
+        if audits is None:
+            return None
+        number = max(plan.max_step, manager.current_step())  # that of the job, also before a heal
+        if not audits.begin(manager._current, plan, number, self._plan.seed) or membership.rank is None:
+            return None
+        shares = [
+            self.share(*membership._replace(rank=rank)).units for rank in range(membership.participants)
+        ]
+        # Ranks of a group run as many passes, so they choose the same group. The units that count are first.
+        owners = [rank for rank, units in enumerate(shares) if units[0].weight]
+        if not owners:
+            return None
+        seed = self._plan.seed
+        owner = owners[chosen(number, len(owners), seed, "group")]
+        counted = [unit for unit in shares[owner] if unit.weight]
+        place = chosen(number, len(counted), seed, "unit")
+        return AuditedUnit(place, replace(counted[place], last=False), own=owner == membership.rank)
 
     def _kept(self, plan: Plan) -> frozenset[int]:
         """The units whose gradients the groups of a quorum keep from an earlier attempt at this step."""
@@ -559,8 +591,13 @@ class ElasticDataLoader:
         """Makes a step of the loader one of the inner optimizer of this LocalSGD or DiLoCo.
 
         Raises:
-            ValueError: the dataset is a stream, or ``on_poison`` is "skip".
+            ValueError: the dataset is a stream, ``on_poison`` is "skip", or the Manager audits gradients.
         """
+        if self._audits is not None:
+            raise ValueError(
+                f"audit={self._manager._settings.audit:g}: with LocalSGD and DiLoCo groups have different "
+                "weights between two averages, so no other group can compute a unit again: give audit=0"
+            )
         if self._skips:
             raise ValueError(
                 "on_poison is 'skip': with LocalSGD and DiLoCo, whose groups take inner steps without the "
@@ -639,13 +676,16 @@ class ElasticDataLoader:
 
     # Reading
 
-    def _expect(self, membership: Membership, share: RankShare) -> None:
+    def _expect(
+        self, membership: Membership, share: RankShare, audited: Optional[AuditedUnit] = None
+    ) -> None:
         """Makes the DataLoader read the units of this step and the next ones, unless it does already."""
         if self._states_loaded:
             self._states_loaded = False
             self._stop_reading()
-        if self._forecast != (membership, share.position):
-            self._lanes.expect(lambda: self._foresee(membership, share))
+        more = [] if audited is None or audited.own else [audited.unit]
+        if more or self._forecast != (membership, share.position):
+            self._lanes.expect(lambda: self._foresee(membership, share, more))
         following = self._next(share.position)
         self._forecast = None if membership.rank is None else (membership, following)
 
@@ -655,10 +695,13 @@ class ElasticDataLoader:
             return self._plan.advance(position)
         return self._stream.next(position, self._ended)
 
-    def _foresee(self, membership: Membership, share: RankShare) -> Iterator[Task]:
-        """Yields the units from this step on, for an unchanged membership. If the group does not participate,
-        only those of this step.
+    def _foresee(
+        self, membership: Membership, share: RankShare, more: Sequence[PlannedUnit]
+    ) -> Iterator[Task]:
+        """Yields the units from this step on, for an unchanged membership; first some more of this step. If
+        the group does not participate, only those of this step.
         """
+        yield from (Task(Key(share.position, unit.number), unit) for unit in more)
         while True:
             position = share.position
             yield from (Task(Key(position, unit.number), unit) for unit in share.units)
@@ -671,7 +714,7 @@ class ElasticDataLoader:
             )
 
     def _read(self, step: LoaderStep, place: int) -> Unit:
-        position, unit = step.position, step._share.units[place]
+        position, unit = step.position, step.planned(place)
         key = Key(position, unit.number)
         again, self._again = self._again, None
         try:

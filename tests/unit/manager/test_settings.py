@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import re
 from datetime import timedelta
 from typing import Any, Optional
@@ -250,6 +251,20 @@ def test_a_bad_number_of_groups_that_keep_a_part_is_refused(monkeypatch: pytest.
     assert make(snapshots=0, snapshot_copies=2).snapshots == 0
     monkeypatch.setenv("TORCHFT_SNAPSHOT_COPIES", "1")
     with pytest.raises(ValueError, match="TORCHFT_SNAPSHOT_COPIES=1: allowed are 0"):
+        make()
+
+
+def test_the_rate_of_audits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert make().audit == 0
+    assert make(audit=0.01).audit == 0.01 and make(audit=1).audit == 1
+    for rate in (-0.1, 1.5, 1e-9, True, "often", math.nan):
+        why = f"audit={rate!r}: allowed are 0 (never), or the part of the steps that are audited, from 1e-06"
+        with pytest.raises(ValueError, match=re.escape(why)):
+            make(audit=rate)
+    monkeypatch.setenv("TORCHFT_AUDIT", "0.5")
+    assert make().audit == 0.5 and make(audit=0).audit == 0
+    monkeypatch.setenv("TORCHFT_AUDIT", "each")
+    with pytest.raises(ValueError, match="TORCHFT_AUDIT='each': allowed are 0"):
         make()
 
 

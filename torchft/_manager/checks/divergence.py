@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 from torchft._manager.settings import OnDivergence
 
@@ -215,7 +215,7 @@ def acts(action: OnDivergence, difference: Difference, rank: int, groups: int) -
     return difference.certain or (action is OnDivergence.HEAL and len(difference.compared) == groups)
 
 
-def comparable(entries: Mapping[int, Entry]) -> list[int]:
+def comparable(entries: Mapping[int, Sequence[Any]]) -> list[int]:
     """The replica ranks of the groups that are compared: those with the most frequent header."""
     headers = Counter(entries[rank][0] for rank in sorted(entries) if entries[rank][0] != 0)
     if not headers:
@@ -224,7 +224,7 @@ def comparable(entries: Mapping[int, Entry]) -> list[int]:
     return [rank for rank in sorted(entries) if entries[rank][0] == most]
 
 
-def unlike(entries: Mapping[int, Entry]) -> list[int]:
+def unlike(entries: Mapping[int, Sequence[Any]]) -> list[int]:
     """The replica ranks of the groups whose header differs from that of most: they hold other tensors."""
     compared = comparable(entries)
     return [rank for rank in sorted(entries) if entries[rank][0] != 0 and rank not in compared]

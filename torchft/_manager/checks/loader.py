@@ -254,7 +254,7 @@ class Data:
     def __init__(self, layout: Layout, planner: Planner, settings: Settings, init_sync: bool) -> None:
         self._layout = layout
         self._planner = planner
-        self._reproducible = settings.reproducible_reduction
+        self._reproducible, self._audits = settings.reproducible_reduction, settings.audit > 0
         self._init_sync = init_sync
         self._loader: Optional[Loader] = None
         self._local_steps: Optional[LocalSteps] = None
@@ -321,8 +321,9 @@ class Data:
 
     def check_step(self) -> None:
         """Raises a ValueError if no step can begin."""
-        if self._reproducible and self._batches is None:
-            raise ValueError(f"reproducible_reduction=True needs an {NAME}: make one before the first step")
+        if (self._reproducible or self._audits) and self._batches is None:
+            setting = "reproducible_reduction=True" if self._reproducible else "audit"
+            raise ValueError(f"{setting} needs an {NAME}: make one before the first step")
 
     def check_sum(self, tensor: torch.Tensor) -> None:
         """Raises a ValueError if a tensor cannot be reduced within a step."""

@@ -1,5 +1,5 @@
-"""The Manager's log lines, and one record for each event: a quorum, commit, error, failure, heal or
-divergence.
+"""The Manager's log lines, and one record for each event: a quorum, commit, error, failure, heal,
+divergence or audit that found something.
 
 A record has three sinks: a Python logger for each kind, the manager server for what metrics and dashboard
 show, and OpenTelemetry, whose handlers :func:`export_events` adds to these loggers. Training does not depend
@@ -18,7 +18,7 @@ from torchft._manager.observe.exporters import otel_for
 if TYPE_CHECKING:
     from torchft._manager.observe.phases import Incident, Phases
 
-_KINDS = ("quorums", "commits", "errors", "failures", "recoveries", "divergences")
+_KINDS = ("quorums", "commits", "errors", "failures", "recoveries", "divergences", "audits")
 _events = {kind: logging.getLogger(f"torchft_{kind}") for kind in _KINDS}
 
 
@@ -148,6 +148,19 @@ class _ManagerLogger:
         self.warn(text)
         fields = {"groups": ", ".join(groups), "tensors": "; ".join(tensors), "certain": certain}
         self._event("divergences", text, logging.ERROR, digested_step=digested_step, **fields)
+
+    def audit_event(self, text: str, groups: list[str], certain: bool, reports: bool) -> None:
+        """Groups have computed different gradients of the same unit.
+
+        Args:
+            groups: those that are wrong; all if that is not known.
+            certain: whether a majority shows that they are.
+            reports: whether this rank tells the lighthouse, as all others do that know as much.
+        """
+        self.warn(text)
+        self._event("audits", text, logging.ERROR, groups=", ".join(groups), certain=certain)
+        if reports:
+            self._report("corrupted", replica_ids=groups, reason=text)
 
     def _recovered(self, seconds: Mapping[str, float], **fields: Any) -> None:
         phases = [{"phase": name, "seconds": took} for name, took in seconds.items()]

@@ -39,6 +39,8 @@ KEEPS = _PREFIX + "keeps"
 RESTORES = _PREFIX + "restores"
 # How often this group audits gradients, and its host (_manager/checks/audits.py).
 AUDITS = _PREFIX + "audits"
+# Steps between two copies that this group needs, where each keeps a part (_manager/snapshots/copies.py).
+SNAPSHOTS = _PREFIX + "snapshots"
 VERSION = _PREFIX + "version"  # of torchft in this group
 LOADER = _PREFIX + "loader"  # the kind of data loader that weights this group's gradients (layout.py)
 # Digest of the tensors that this rank reduces, and of its data (layout.py, go/quorum/fit.go).

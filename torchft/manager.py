@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from torchft._agreement import AUDITS, COMPARES, CONNECTIONS, IN_PASSING, KEEPS, RESTORES
+from torchft._agreement import AUDITS, COMPARES, CONNECTIONS, IN_PASSING, KEEPS, RESTORES, SNAPSHOTS
 from torchft._forked import Maker
 from torchft._handoff import hand_off, prepare
 from torchft._manager.checks.audits import Audits
@@ -188,8 +188,8 @@ class Manager(Stateful, Stepping):
             below 1 % of the time; 0: none; None: as TORCHFT_SNAPSHOTS says (0; "auto" under ``torchft run``):
             docs/total_loss.md. The group needs a ``replica_id``.
         snapshot_copies: number of groups that keep each part of such a copy, where memory is short: at least
-            2, and ``snapshots`` a number of at least 2, both the same in all groups. 0: each group keeps all,
-            so that one host that is left is enough; None: as TORCHFT_SNAPSHOT_COPIES says (0).
+            2, and ``snapshots`` not 1, both the same in all groups. 0: each group keeps all, so that one host
+            that is left is enough; None: as TORCHFT_SNAPSHOT_COPIES says (0).
         audit: with a :class:`torchft.data.ElasticDataLoader`, the part of the steps in which all groups
             compute one unit and compare its gradient before the commit, so that a group whose gradients are
             wrong is named and ends: docs/divergence.md. At most that part of the time; 0: none; None: as
@@ -414,6 +414,7 @@ class Manager(Stateful, Stepping):
             State(self._manager_state_dict, self._load_manager_state_dict),
             PartServer(self._replicas.state.optimizers).addresses,
             Obstacles(self._transport, self._layout, self._data).to_snapshots,
+            partial(setattr, self, "_sent", None),
             self._logger,
         )
         self._failures.subscribe(self._recovery.peer_failed)
@@ -714,6 +715,7 @@ class Manager(Stateful, Stepping):
                     (IN_PASSING, self._in_passing.announces if self._in_passing is not None else ""),
                     (KEEPS, keeps),
                     (RESTORES, "" if found is None else "1"),
+                    (SNAPSHOTS, self._snapshots.announces),
                 ],
             ),
             # The server refuses a number that differs from rank 0's.
@@ -763,6 +765,7 @@ class Manager(Stateful, Stepping):
         self._background.enter_thread()
         plan = self._planner.plan(result, step.request.allow_heal)
         step.follow(plan)
+        self._snapshots.agreed = plan.snapshot_steps
         self._replicas.follow(plan)
         restores = self._restores(plan)
         self._recovery.follow(plan, restores)

@@ -41,7 +41,7 @@ def main() -> None:
     job = torchft.Job(
         device="cpu",
         reproducible=True,
-        snapshots=int(os.environ["SNAPSHOTS"]),
+        snapshots="auto" if os.environ["SNAPSHOTS"] == "auto" else int(os.environ["SNAPSHOTS"]),
         checkpoint_dir=os.environ.get("CHECKPOINTS"),
         checkpoint_every=5,
     )

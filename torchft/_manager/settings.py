@@ -343,12 +343,11 @@ def _check(settings: Settings) -> None:
             f"rank={settings.group_rank} is outside its group: allowed are 0 to "
             f"{settings.group_world_size - 1} (world_size={settings.group_world_size})"
         )
-    if settings.snapshot_copies and settings.snapshots in (None, 1):
+    if settings.snapshot_copies and settings.snapshots == 1:
         # The groups' parts must be of one step. While one group writes the copy of a step, another one may
         # begin with that of the next, over the step before.
-        given = "auto" if settings.snapshots is None else settings.snapshots
         raise ValueError(
-            f"snapshots={given!r} with snapshot_copies={settings.snapshot_copies}: allowed are 0 (none), and "
+            f"snapshots=1 with snapshot_copies={settings.snapshot_copies}: allowed are 0 (none), 'auto', and "
             "a number of steps from 2, the same in all groups"
         )
     for name in ("store_port", "manager_port"):

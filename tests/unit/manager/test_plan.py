@@ -201,3 +201,10 @@ def test_groups_wait_for_those_that_heal_or_load_a_copy(
     }
     quorum = result(reconfigure_handles=[text[handle] for handle in handles], **fields)
     assert plan(quorum).awaits_heals is expected
+
+
+@pytest.mark.parametrize(("told", "steps"), [(["2", "16", "8"], 16), (["", "2", ""], 2), (["", "", "x"], 0)])
+def test_the_steps_between_two_copies_are_the_most_that_a_group_needs(told: list[str], steps: int) -> None:
+    handles = [json.dumps({"id": "x", "torchft_snapshots": text}) for text in told]
+    assert plan(result(reconfigure_handles=handles)).snapshot_steps == steps
+    assert plan(result()).snapshot_steps == 0

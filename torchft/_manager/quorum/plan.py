@@ -7,7 +7,7 @@ from enum import Enum
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Optional
 
-from torchft._agreement import AVERAGES, HEALS, IN_PASSING, RESTORES, all_announce, announced
+from torchft._agreement import AVERAGES, HEALS, IN_PASSING, RESTORES, SNAPSHOTS, all_announce, announced
 
 if TYPE_CHECKING:
     from torchft._torchft import QuorumResult
@@ -97,6 +97,12 @@ class Plan:
     def without_upstream(self) -> bool:
         """Whether no group is upstream's: those do not announce that they wait for heals."""
         return len(self.handles) == self.replica_world_size and all_announce(self.handles, HEALS)
+
+    @cached_property
+    def snapshot_steps(self) -> int:
+        """Steps between two copies in all groups of a quorum: the most that one announces; 0: none does."""
+        told = (announced(handle, SNAPSHOTS) for handle in self.handles)
+        return max((int(each) for each in told if each.isdecimal()), default=0)
 
     @cached_property
     def gives_parts(self) -> bool:

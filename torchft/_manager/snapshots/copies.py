@@ -8,7 +8,9 @@ A job that begins announces the newest copy with its first request for a quorum 
 decides whether the group loads that, or heals from a group with a later state.
 
 All ranks of a group copy at the same steps. Unless the steps are given, rank 0 chooses them: with each copy
-it puts the step of the next one into the group's store, before it votes on the present step.
+it puts the step of the next one into the group's store, before it votes on the present step. Where each group
+keeps a part, all groups must copy at the same steps: each announces the number of steps that its copies need,
+and the largest in the quorum counts.
 """
 
 from __future__ import annotations
@@ -171,6 +173,7 @@ class Snapshots:
         state: the state.
         unchanged: returns the addresses of tensors that change only when a step ends.
         obstacle: returns why this job makes no copies; None: it can.
+        news: called when the other groups are to hear what it announces.
         logger: of the Manager.
 
     Attributes:
@@ -185,6 +188,8 @@ class Snapshots:
         folder: of the job's checkpoints; None: it has none.
         member: the number of this group among those that committed the last step together, None if it was not
             one of them, and how many these were.
+        announces: steps between two copies that the copies of this group need; empty: it chooses them alone.
+        agreed: the most that a group of the quorum announces; 0: none does.
     """
 
     sought = False
@@ -198,6 +203,7 @@ class Snapshots:
         state: State,
         unchanged: Callable[[], Collection[int]],
         obstacle: Callable[[], Optional[str]],
+        news: Callable[[], None],
         logger: _ManagerLogger,
     ) -> None:
         self.on = settings.snapshots != 0
@@ -210,6 +216,9 @@ class Snapshots:
         self.member: tuple[Optional[int], int] = None, 0
         self._every = settings.snapshots
         self._copies = settings.snapshot_copies
+        self.announces = "2" if self._copies and self._every is None else ""  # the fewest (settings.py)
+        self.agreed = 0
+        self._news = news
         self._group, named, _ = replica_id.partition(":")
         self._named = bool(named)
         self._store = store
@@ -478,8 +487,8 @@ class Snapshots:
             self._turn_off(f"its state cannot be copied: {error}")
 
     def _due(self, step: int) -> bool:
-        if self._every is not None:
-            return step % self._every == 0
+        if (every := self.agreed if self.announces else self._every) is not None:
+            return every > 0 and step % every == 0
         if self._next is None:
             self._next = step + 1  # the step after the first, which takes longer than the others
         return step >= self._next
@@ -555,6 +564,9 @@ class Snapshots:
             self._turn_off(str(work.error))
         elif work.complete:
             self._rate.copied(work.took, work.waited)
+            if self.announces and self._next is not None and self._next - self._last > self.agreed > 0:
+                self.announces = str(self._next - self._last)  # never fewer: each change costs a quorum
+                self._news()
             if changed := work.versions.changed():
                 self._changed(work.path, changed)
             else:

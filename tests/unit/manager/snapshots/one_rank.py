@@ -53,6 +53,7 @@ class Rank:
             State(lambda: self.state, self._load),
             lambda: set(unchanged),
             lambda: self.obstacle,
+            lambda: self.said.append("news"),
             logger,
         )
 

@@ -153,6 +153,32 @@ def test_a_history_that_the_job_has_given_up_is_not_restored() -> None:
         again.snapshots.close(finished=False)
 
 
+def test_groups_that_keep_parts_copy_at_the_steps_on_which_they_agree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Rate, "next", lambda rate, nbytes: 8)
+    rank = Rank({"step": 0}, every=None, copies=2)
+    rank.restore()
+    rank.snapshots.member = 0, 3
+    for step in (1, 2):
+        rank.step(step)
+    assert saved() == [] and rank.snapshots.announces == "2"
+    rank.snapshots.agreed = 2
+    for step in (3, 4):
+        rank.step(step)
+    assert saved() == [4] and rank.snapshots.announces == "8" and rank.said.count("news") == 1
+    rank.snapshots.agreed = 8
+    for step in range(5, 10):
+        rank.step(step)
+    assert saved() == [8, 4] and rank.said.count("news") == 1
+    monkeypatch.setattr(Rate, "next", lambda rate, nbytes: 4)
+    rank.snapshots.agreed = 16  # another group needs these
+    for step in range(10, 17):
+        rank.step(step)
+    assert saved() == [16, 8] and rank.snapshots.announces == "8" and rank.said.count("news") == 1
+    rank.snapshots.close(finished=True)
+
+
 def test_what_a_forward_pass_may_change_is_copied_at_once(held: Any) -> None:
     weights, statistics = torch.ones(500_000), torch.ones(4)
     rank = Rank({"weights": weights, "statistics": statistics}, unchanged=[weights.data_ptr()])

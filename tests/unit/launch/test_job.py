@@ -468,12 +468,13 @@ def test_adding_and_draining_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [group.terminated for group in cluster.groups] == [0, 0, 1]
     with pytest.raises(ValueError, match="group 2 is still leaving"):
         cluster.job.scale(3)
+    assert cluster.job.wanted == 2
     cluster.groups[2].status = 143
     cluster.pass_time(1)
     assert cluster.states()[2] == "left"
     assert cluster.pass_time(60) and cluster.groups[2].starts == 1, "it is not started again"
     cluster.job.scale(3)
-    assert cluster.groups[2].starts == 2
+    assert cluster.groups[2].starts == 2 and cluster.job.wanted == 3
     cluster.groups[2].status = 1
     cluster.pass_time(1)
     cluster.job.scale(2)  # while it waits to be started again

@@ -6,6 +6,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"github.com/torchft/torchft/go/internal/logging"
@@ -43,22 +44,15 @@ func (c collector) Collect(out chan<- prometheus.Metric) {
 
 // meters has the metrics of a job that are counted event by event.
 type meters struct {
-	rounds     prometheus.Counter
-	changes    prometheus.Counter
-	failures   *prometheus.CounterVec // by cause
-	heartbeats prometheus.Counter
-	kills      prometheus.Counter
-	drains     prometheus.Counter
-	stalls     prometheus.Counter
-	stops      prometheus.Counter
-	corrupted  prometheus.Counter
-	heals      prometheus.Counter
-	healed     prometheus.Counter // bytes
-	lost       prometheus.Counter
-	regressed  prometheus.Counter
-	recovery   *prometheus.HistogramVec // of heals and failures
-	quorum     prometheus.Histogram
-	step       prometheus.Histogram
+	registry *prometheus.Registry
+
+	rounds, heartbeats, heals, healed, lost prometheus.Counter
+
+	events   map[Kind]prometheus.Counter // of these kinds: the members that they name, else the events
+	failures *prometheus.CounterVec      // by cause
+	recovery *prometheus.HistogramVec    // of heals and failures
+	quorum   prometheus.Histogram
+	step     prometheus.Histogram
 
 	lastStep int64
 	lastAt   time.Time // when the job came to that step; zero: not known
@@ -68,50 +62,46 @@ type meters struct {
 const mostSteps = 1000
 
 func newMeters(job string) *meters {
+	m := &meters{registry: prometheus.NewRegistry()}
 	labels := prometheus.Labels{"training_job": job}
+	metrics := promauto.With(prometheus.WrapRegistererWith(labels, m.registry))
 	counter := func(name, help string) prometheus.Counter {
-		return prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help, ConstLabels: labels})
+		return metrics.NewCounter(prometheus.CounterOpts{Name: name, Help: help})
 	}
 	times := func(name, help string) prometheus.HistogramOpts {
-		return prometheus.HistogramOpts{
-			// 5 ms to 2.7 minutes
-			Name: name, Help: help, ConstLabels: labels, Buckets: prometheus.ExponentialBuckets(0.005, 2, 16),
-		}
+		buckets := prometheus.ExponentialBuckets(0.005, 2, 16) // 5 ms to 2.7 minutes
+		return prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets}
 	}
-	m := &meters{
-		rounds: counter("torchft_quorum_rounds_total",
-			"Quorums answered. While a quorum stands, its members train on without another one."),
-		changes: counter("torchft_quorum_changes_total", "Quorums with other members than the one before."),
-		failures: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "torchft_member_failures_total", Help: "Members that were found failed, by cause.",
-			ConstLabels: labels,
-		}, []string{"cause"}),
-		heartbeats: counter("torchft_heartbeats_total",
-			"Heartbeats, which members send when they send nothing else."),
-		kills:  counter("torchft_kills_total", "Members that were ended on request."),
-		drains: counter("torchft_drains_total", "Members that were asked to leave at the end of a step."),
-		stalls: counter("torchft_member_stalls_total",
+	m.rounds = counter("torchft_quorum_rounds_total",
+		"Quorums answered. While a quorum stands, its members train on without another one.")
+	m.heartbeats = counter("torchft_heartbeats_total",
+		"Heartbeats, which members send when they send nothing else.")
+	m.events = map[Kind]prometheus.Counter{
+		QuorumChanged: counter("torchft_quorum_changes_total",
+			"Quorums with other members than the one before."),
+		Killed:  counter("torchft_kills_total", "Members that were ended on request."),
+		Drained: counter("torchft_drains_total", "Members that were asked to leave at the end of a step."),
+		MemberStalled: counter("torchft_member_stalls_total",
 			"Members that made no progress while others waited for them."),
-		stops: counter("torchft_job_stops_total",
+		Stopped: counter("torchft_job_stops_total",
 			"Exceptions that would have ended the job again and again, so that it was stopped."),
-		corrupted: counter("torchft_corrupted_gradients_total",
+		Corrupted: counter("torchft_corrupted_gradients_total",
 			"Audits in which groups computed different gradients of the same unit."),
-		heals: counter("torchft_heals_total", "Groups that took over the state of another."),
-		healed: counter("torchft_healed_bytes_total",
-			"Bytes of these states, of the first rank of each group."),
-		lost: counter("torchft_lost_steps_total", "Steps that the survivors of failures lost."),
-		regressed: counter("torchft_regressions_total",
+		Regressed: counter("torchft_regressions_total",
 			"Quorums below the step that the job had reached: later steps are lost."),
-		recovery: prometheus.NewHistogramVec(
-			times("torchft_recovery_seconds",
-				"Time of a heal, or from a failure to the next commit of the survivors."),
-			[]string{"recovery"}),
-		quorum: prometheus.NewHistogram(times("torchft_quorum_seconds",
-			"Time from the first group that asks for a quorum to its answer, without stops of the "+
-				"lighthouse.")),
-		step: prometheus.NewHistogram(times("torchft_step_seconds",
-			"Time from one step of the job to the next.")),
 	}
+	m.heals = counter("torchft_heals_total", "Groups that took over the state of another.")
+	m.healed = counter("torchft_healed_bytes_total",
+		"Bytes of these states, of the first rank of each group.")
+	m.lost = counter("torchft_lost_steps_total", "Steps that the survivors of failures lost.")
+	m.failures = metrics.NewCounterVec(prometheus.CounterOpts{
+		Name: "torchft_member_failures_total", Help: "Members that were found failed, by cause.",
+	}, []string{"cause"})
+	m.recovery = metrics.NewHistogramVec(times("torchft_recovery_seconds",
+		"Time of a heal, or from a failure to the next commit of the survivors."), []string{"recovery"})
+	m.quorum = metrics.NewHistogram(times("torchft_quorum_seconds",
+		"Time from the first group that asks for a quorum to its answer, without stops of the lighthouse."))
+	m.step = metrics.NewHistogram(times("torchft_step_seconds", "Time from one step of the job to the next."))
 	for _, kind := range []string{"heal", "failure"} { // shown before the first
 		m.recovery.WithLabelValues(kind)
 	}
@@ -119,14 +109,6 @@ func newMeters(job string) *meters {
 		m.failures.WithLabelValues(string(cause))
 	}
 	return m
-}
-
-// all returns the metrics, for Prometheus.
-func (m *meters) all() []prometheus.Collector {
-	return []prometheus.Collector{
-		m.rounds, m.changes, m.failures, m.heartbeats, m.kills, m.drains, m.stalls, m.stops,
-		m.corrupted, m.heals, m.healed, m.lost, m.regressed, m.recovery, m.quorum, m.step,
-	}
 }
 
 // round is called for each delivered quorum.
@@ -153,20 +135,10 @@ func (m *meters) advanced(step int64, now time.Time) {
 
 func (m *meters) event(e Event) {
 	switch e.Kind {
-	case QuorumChanged:
-		m.changes.Inc()
-	case Killed:
-		m.kills.Add(float64(len(e.Left)))
-	case Drained:
-		m.drains.Add(float64(len(e.Left)))
-	case Stopped:
-		m.stops.Inc()
-	case Corrupted:
-		m.corrupted.Inc()
-	case MemberStalled:
-		m.stalls.Add(float64(len(e.Left)))
-	case Regressed:
-		m.regressed.Inc()
+	case Killed, Drained, MemberStalled:
+		m.events[e.Kind].Add(float64(len(e.Left)))
+	case QuorumChanged, Stopped, Corrupted, Regressed:
+		m.events[e.Kind].Inc()
 	case Healed:
 		m.heals.Inc()
 		m.healed.Add(float64(e.Bytes))
@@ -253,7 +225,5 @@ func (f *Feed) collect(out chan<- prometheus.Metric) {
 	viewers := len(f.viewers)
 	f.mu.Unlock()
 	gauge("torchft_dashboard_viewers", "Browsers that look at the page.", float64(viewers))
-	for _, m := range f.meters.all() {
-		m.Collect(out)
-	}
+	f.meters.registry.Collect(out)
 }

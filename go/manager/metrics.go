@@ -7,6 +7,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"github.com/torchft/torchft/go/internal/auth"
@@ -49,50 +50,40 @@ type meters struct {
 func newMeters(job, replicaID string) *meters {
 	// The part of the name before the UUID: it stays the same after a restart, so the time series continue.
 	group, _, _ := strings.Cut(replicaID, ":")
-	labels := prometheus.Labels{"training_job": job, "group": group}
+	m := &meters{
+		registry: prometheus.NewRegistry(), counts: map[string]prometheus.Counter{},
+		phases: map[string]prometheus.Observer{},
+	}
+	m.registry.MustRegister(logging.Metric(), collectors.NewGoCollector(),
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	metrics := promauto.With(prometheus.WrapRegistererWith(
+		prometheus.Labels{"training_job": job, "group": group}, m.registry))
 	counter := func(name, help string) prometheus.Counter {
-		return prometheus.NewCounter(prometheus.CounterOpts{Name: name, Help: help, ConstLabels: labels})
+		return metrics.NewCounter(prometheus.CounterOpts{Name: name, Help: help})
+	}
+	m.commits = counter("torchft_manager_commits_total", "Steps that the group committed.")
+	m.lost = counter("torchft_manager_lost_steps_total", "Steps that the group voted on and did not commit.")
+	m.heals = counter("torchft_manager_heals_total", "Heals of a rank: it took over the state of a peer.")
+	m.healed = counter("torchft_manager_healed_bytes_total", "Bytes of the states that ranks took over.")
+	m.lostInRecovery = counter("torchft_manager_recovery_lost_steps_total",
+		"Steps that ranks lost to failures of peers before they committed again.")
+	for name, c := range Counters {
+		m.counts[name] = counter(c.Metric, c.Help)
 	}
 	buckets := prometheus.ExponentialBuckets(0.001, 4, 10) // 1 ms to 4.4 minutes
-	phases := prometheus.NewHistogramVec(prometheus.HistogramOpts{
-		Name: "torchft_manager_phase_seconds", Help: "Time of each phase of a step, as the group's manager " +
-			"server sees them.",
-		ConstLabels: labels, Buckets: buckets,
+	m.step = metrics.NewHistogram(prometheus.HistogramOpts{Name: "torchft_manager_step_seconds",
+		Help: "Time from one commit of the group to the next.", Buckets: buckets})
+	phases := metrics.NewHistogramVec(prometheus.HistogramOpts{Name: "torchft_manager_phase_seconds",
+		Help: "Time of each phase of a step, as the group's manager server sees them.", Buckets: buckets,
 	}, []string{"phase"})
-	m := &meters{
-		registry: prometheus.NewRegistry(),
-		commits:  counter("torchft_manager_commits_total", "Steps that the group committed."),
-		lost: counter("torchft_manager_lost_steps_total",
-			"Steps that the group voted on and did not commit."),
-		heals: counter("torchft_manager_heals_total",
-			"Heals of a rank: it took over the state of a peer."),
-		healed: counter("torchft_manager_healed_bytes_total",
-			"Bytes of the states that ranks took over."),
-		lostInRecovery: counter("torchft_manager_recovery_lost_steps_total",
-			"Steps that ranks lost to failures of peers before they committed again."),
-		counts: map[string]prometheus.Counter{},
-		step: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name: "torchft_manager_step_seconds", Help: "Time from one commit of the group to the next.",
-			ConstLabels: labels, Buckets: buckets,
-		}),
-		phases: map[string]prometheus.Observer{},
-		recovery: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "torchft_manager_recovery_seconds_total", Help: "Time that ranks spent in each phase of " +
-				"their recoveries, summed over all ranks.", ConstLabels: labels,
-		}, []string{"recovery", "phase"}),
-		at: prometheus.NewGauge(prometheus.GaugeOpts{Name: "torchft_manager_step",
-			Help: "Step that the group voted on last.", ConstLabels: labels}),
-	}
 	for _, phase := range []string{gatherPhase, quorumPhase, stepPhase, votePhase} {
 		m.phases[phase] = phases.WithLabelValues(phase)
 	}
-	for name, c := range Counters {
-		m.counts[name] = counter(c.Metric, c.Help)
-		m.registry.MustRegister(m.counts[name])
-	}
-	m.registry.MustRegister(m.commits, m.lost, m.heals, m.healed, m.lostInRecovery, m.step, phases,
-		m.recovery, m.at, logging.Metric(),
-		collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	m.recovery = metrics.NewCounterVec(prometheus.CounterOpts{Name: "torchft_manager_recovery_seconds_total",
+		Help: "Time that ranks spent in each phase of their recoveries, summed over all ranks.",
+	}, []string{"recovery", "phase"})
+	m.at = metrics.NewGauge(prometheus.GaugeOpts{Name: "torchft_manager_step",
+		Help: "Step that the group voted on last."})
 	return m
 }
 

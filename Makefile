@@ -108,9 +108,9 @@ test-all: $(VENV)/with-test $(VENV)/with-ray $(VENV)/with-lock $(LIBRARY) ## all
 
 test-go: $(PY) ## Go's tests: the simulation, and servers with the race detector
 	mkdir -p build/test
-	cd go && DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json ../docs/internals/*.md | cksum)" $(call GO_TESTS,pure,$(GO_PURE) $(GO_SIM))
+	cd go && DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json ../docs/internals/*.md ../docs/internals/*.json | cksum)" $(call GO_TESTS,pure,$(GO_PURE) $(GO_SIM))
 	cd go && $(call GO_TESTS,readers,$(GO_READERS)) -count=1
-	cd go && DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json ../docs/internals/*.md | cksum)" $(call GO_TESTS,race,$(GO_RACE)) -race -p 2
+	cd go && DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json ../docs/internals/*.md ../docs/internals/*.json | cksum)" $(call GO_TESTS,race,$(GO_RACE)) -race -p 2
 	cd go && $(call GO_TESTS,rules,$(GO_SIM)) -race -run '^TestTheRulesHold$$'
 
 test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need CUDA devices, and a table of what ran; without a device none does

@@ -13,9 +13,9 @@ HELD_UP_S = 1.0
 # it.
 KILL_S = 0.25
 # From an abort until all waits have ended; also when a peer or an isolated worker is killed:
-# docs/benchmarks.md.
+# docs/internals/benchmarks.md.
 ABORT_S = 0.1
-# From configure with new peers until the first allreduce among them: docs/benchmarks.md.
+# From configure with new peers until the first allreduce among them: docs/internals/benchmarks.md.
 NEW_PEERS_S = 0.3
 # From Ctrl-C until the wait of the core has ended.
 CTRL_C_S = 0.05

@@ -1,4 +1,4 @@
-// Package internal_test checks the rules of docs/design.md about imports between packages.
+// Package internal_test checks the rules of docs/internals/design.md about imports between packages.
 package internal_test
 
 import (

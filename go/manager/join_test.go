@@ -179,8 +179,8 @@ func (j *largeJob) until(condition func() bool) {
 	}
 }
 
-// Groups join a large job, one after the other, at any time of a step. docs/scaling.md has the figures with
-// FULL=1.
+// Groups join a large job, one after the other, at any time of a step. docs/internals/scaling.md has the
+// figures with FULL=1.
 func TestAGroupJoinsManyGroupsWithinTwoSteps(t *testing.T) {
 	groups := 50
 	if testmain.Full() && !testmain.Race() {

@@ -130,7 +130,7 @@ var mistakeFlag = flag.String("mistake", "", "TestAMistakeIsFound: the name of t
 // The page has the number of mistakes.
 func TestTheMistakesAreCounted(t *testing.T) {
 	require.Equal(t, []string{strconv.Itoa(len(mistakes))},
-		testmain.Row(t, "correctness.md", "go/round/mistakes_test.go", ", "))
+		testmain.Row(t, "internals/correctness.md", "go/round/mistakes_test.go", ", "))
 }
 
 func TestMistakesAreFound(t *testing.T) {

@@ -151,7 +151,7 @@ func (s *setup) drawFault(r *rand.Rand, kind faultKind) fault {
 }
 
 // cost returns how many steps a fault may cost each rank, in the affected groups and in the others:
-// docs/correctness.md has the table. Some faults cost steps repeatedly while they last.
+// docs/internals/correctness.md has the table. Some faults cost steps repeatedly while they last.
 func (f *fault) cost(s *setup) int {
 	switch f.kind {
 	case pauseLighthouse, shrinkOnly, accuse, drain, signal:

@@ -339,7 +339,7 @@ func TestTheMistakesFitTheSources(t *testing.T) {
 	spoil(t)
 	require.GreaterOrEqual(t, len(mistakes), 40)
 	require.Equal(t, []string{strconv.Itoa(len(mistakes))},
-		testmain.Row(t, "correctness.md", "go/sim/mistakes_test.go", ", "))
+		testmain.Row(t, "internals/correctness.md", "go/sim/mistakes_test.go", ", "))
 }
 
 // record changes the machine of a package so that its events can be recorded (testdata/tape.go.txt).

@@ -14,7 +14,7 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// docs/correctness.md lists the rules, and has the number of the planted mistakes.
+// docs/internals/correctness.md lists the rules, and has the number of the planted mistakes.
 func TestThePageListsRulesAndMistakes(t *testing.T) {
 	var rules []string
 	for _, path := range []string{"rules_test.go"} {
@@ -31,7 +31,7 @@ func TestThePageListsRulesAndMistakes(t *testing.T) {
 	}
 	require.GreaterOrEqual(t, len(rules), 30)
 	var listed []string
-	for _, row := range testmain.Table(t, "correctness.md", "rule") {
+	for _, row := range testmain.Table(t, "internals/correctness.md", "rule") {
 		listed = append(listed, row[0])
 	}
 	require.ElementsMatch(t, rules, listed)
@@ -53,7 +53,7 @@ func TestThePageHasTheCostOfEachFault(t *testing.T) {
 	for kind, word := range faultWords {
 		kinds[word] = faultKind(kind)
 	}
-	for _, row := range testmain.Table(t, "correctness.md", "fault") {
+	for _, row := range testmain.Table(t, "internals/correctness.md", "fault") {
 		for word := range strings.SplitSeq(row[0], "; ") {
 			require.Contains(t, kinds, word)
 			f := fault{kind: kinds[word]}

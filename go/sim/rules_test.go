@@ -10,7 +10,7 @@ import (
 	"github.com/torchft/torchft/go/recovery"
 )
 
-// The rules, with the texts of docs/correctness.md.
+// The rules, with the texts of docs/internals/correctness.md.
 const (
 	ruleOneSet    = "one member set for each quorum_id"
 	ruleIDs       = "ids never fall"

@@ -147,8 +147,8 @@ func countLosses(seed uint64) setup {
 	return s
 }
 
-// No group loses more steps by a fault than the table of docs/correctness.md allows for its kind, at any
-// moment of a step.
+// No group loses more steps by a fault than the table of docs/internals/correctness.md allows for its kind,
+// at any moment of a step.
 func TestEachFaultCostsAtMostItsSteps(t *testing.T) {
 	t.Parallel()
 	for kind := range faultKinds {

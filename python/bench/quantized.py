@@ -64,7 +64,7 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     for key, figures in result.items():
         name, _, kind = key.rpartition("/")
         if "refused" in figures:
-            continue  # upstream quantizes on GPUs only; docs/benchmarks.md says so
+            continue  # upstream quantizes on GPUs only; docs/internals/benchmarks.md says so
         sent, ms, error = (Spread(**figures[what]) for what in ("sent", "ms", "error"))
         share = sent.median / result[f"{ours}/full"]["sent"]["median"]
         goal = f" {verdict(share <= GOAL)}" if name == ours and kind != "full" else ""

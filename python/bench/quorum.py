@@ -3,8 +3,8 @@
 go/bench simulates the groups, each with its own connection. Groups with the protocol of upstream's managers
 are measured with upstream's lighthouse and with ours; groups with the protocol of our managers are measured
 with our lighthouse only. The load generator runs on the same machine as the lighthouse, so the time of a
-round includes the work of both. The script prints a table, writes it into docs/scaling.md and draws
-docs/scaling.png.
+round includes the work of both. The script prints a table, writes it into docs/internals/scaling.md and draws
+docs/internals/scaling.png.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--go", default=os.environ.get("GO", "go"), help="the go command; default: %(default)s"
     )
-    parser.add_argument("--docs", default=str(REPOSITORY / "docs"), help="where scaling.md is")
+    parser.add_argument("--docs", default=str(REPOSITORY / "docs" / "internals"), help="where scaling.md is")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
     if args.rounds < 1:

@@ -32,7 +32,7 @@ COMPUTE_MS = 100
 CALM_S, CHURN_S, EVERY_S = 10.0, 60.0, 10.0
 # 0.1 s is the default of LighthouseServer, and 60 s that of the command, in both packages.
 JOIN_TIMEOUTS_MS = (100, 2000, 10_000, 60_000)
-PICTURE = REPOSITORY / "docs" / "recovery.png"
+PICTURE = REPOSITORY / "docs" / "internals" / "recovery.png"
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:

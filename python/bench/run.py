@@ -3,9 +3,9 @@
     python python/bench/run.py step startup --rounds 4 --no-write
     python python/bench/run.py --rewrite
 
-Prints a table for each part, writes the tables into docs/benchmarks.md and all figures into
-docs/benchmarks.json. A repeated part replaces only its own table. `--rewrite` measures nothing: after a
-change of a table's form, it writes all tables again from the figures.
+Prints a table for each part, writes the tables into docs/internals/benchmarks.md and all figures into
+docs/internals/benchmarks.json. A repeated part replaces only its own table. `--rewrite` measures nothing:
+after a change of a table's form, it writes all tables again from the figures.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ def _parse() -> argparse.Namespace:
         "--ours",
         help="directory that holds our torchft; default: that of the importable torchft, else this checkout",
     )
-    parser.add_argument("--docs", default=str(REPOSITORY / "docs"), help="folder of benchmarks.md and .json")
+    folder = str(REPOSITORY / "docs" / "internals")
+    parser.add_argument("--docs", default=folder, help="folder of benchmarks.md and .json")
     parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument("--rewrite", action="store_true", help="measure nothing, write all tables again")
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The abilities of PyTorch in a group of which one rank is killed (docs/design.md: why torchft restarts all).
+"""The abilities of PyTorch in a group of which one rank is killed (docs/internals/design.md).
 
 Of two ranks that train with FSDP2, one is killed in a backward pass. The other keeps its process and its
 shard: their group is reconfigured in place, FSDP2 drops the step (PyTorch 2.15), and a new rank joins with a

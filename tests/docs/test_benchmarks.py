@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "python" / "bench"))
 import common
 import run
 
-FIGURES: dict[str, Any] = json.loads((ROOT / "docs" / "benchmarks.json").read_text())
+FIGURES: dict[str, Any] = json.loads((ROOT / "docs" / "internals" / "benchmarks.json").read_text())
 # Minimum number of rounds of a median, except in rows marked as one run.
 FEWEST_ROUNDS = {"recovery": 10}
 
@@ -31,7 +31,7 @@ def spreads(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, float]]
 
 def written(part: str) -> str:
     """The table of a part on the page, with the line above it."""
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "internals" / "benchmarks.md").read_text()
     return page.partition(f"<!-- {part}: written by run.py -->")[2].partition("<!-- end of")[0]
 
 
@@ -80,8 +80,8 @@ def test_each_part_names_the_version_it_was_measured_with(part: str) -> None:
 
 def test_the_figures_of_the_summary_are_those_of_the_tables() -> None:
     """Those with a point or a unit of time in the second and third cells, but goals."""
-    pages = ("benchmarks.md", "scaling.md", "internals/gpu.md")
-    tables = "".join((ROOT / "docs" / page).read_text() for page in pages)
+    pages = ("benchmarks.md", "scaling.md", "gpu.md")
+    tables = "".join((ROOT / "docs" / "internals" / page).read_text() for page in pages)
     rows = re.findall(r"^\| [^|]+ \| (.*) \|$", (ROOT / "docs" / "performance.md").read_text(), re.MULTILINE)
     figures = {
         figure for row in rows for figure in re.findall(r"(?<!goal )(?<![\d.])\d+\.\d+|\d+(?= ms)", row)

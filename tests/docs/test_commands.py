@@ -47,7 +47,7 @@ RUN = {
     ("docs/run.md", "By hand"): 2,
     ("docs/run.md", "The loop of the README"): 1,
     ("docs/operating.md", "Security"): 5,
-    ("docs/correctness.md", "The simulation"): 1,
+    ("docs/internals/correctness.md", "The simulation"): 1,
     ("docs/deploy.md", "Start the lighthouse"): 1,
     ("docs/deploy.md", "Set the addresses and interfaces"): 2,
     ("docs/deploy.md", "Start the groups"): 2,
@@ -409,7 +409,7 @@ def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
 @pytest.mark.timeout(280)
 def test_a_history_is_replayed() -> None:
     needs("go")
-    (text,) = section("docs/correctness.md", "The simulation")
+    (text,) = section("docs/internals/correctness.md", "The simulation")
     first, second = block_commands(text)
     assert first in second
     done = subprocess.run(["bash", "-c", second], cwd=ROOT, capture_output=True, text=True, timeout=250)

@@ -4,7 +4,7 @@ References are of these kinds:
 
     tests/process/test_x.py::test_name    a test of pytest
     go/manager::TestName                  a test of a Go package
-    bench recovery                        a part of docs/benchmarks.json, whose table has the figures
+    bench recovery                        a part of docs/internals/benchmarks.json; its table has the figures
     docs/gpu.md                           a page with the details, where no test is possible
 """
 
@@ -58,7 +58,7 @@ def missing(reference: str) -> str:
 
 
 def benchmarks() -> str:
-    return (ROOT / "docs" / "benchmarks.md").read_text()
+    return (ROOT / "docs" / "internals" / "benchmarks.md").read_text()
 
 
 def table(part: str) -> str:

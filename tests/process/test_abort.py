@@ -1,7 +1,7 @@
 """A peer that stops in the middle of a collective, and the effect of an abort: real processes, all kinds of
 groups.
 
-docs/benchmarks.md has exact figures. Without the abort, all waits would last ten minutes.
+docs/internals/benchmarks.md has exact figures. Without the abort, all waits would last ten minutes.
 """
 
 from __future__ import annotations

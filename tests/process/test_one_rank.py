@@ -1,4 +1,4 @@
-"""The statements of docs/design.md on a rank that is replaced alone, shown by python/examples/one_rank.py."""
+"""The statements of docs/internals/design.md on a rank that is replaced alone, shown by one_rank.py."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def test_a_rank_keeps_its_shard_while_the_other_is_replaced() -> None:
         "rank 0 killed: weights as without it: True",
         "rank 1 killed: weights as without it: True",
         "elements of a shard that one step changes: 96 of 96",
-        # False would be news: see what docs/design.md asks of PyTorch.
+        # False would be news: see what docs/internals/design.md asks of PyTorch.
         "the groups of a mesh wait for the ranks that have theirs: True",
     ]

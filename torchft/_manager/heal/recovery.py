@@ -116,7 +116,8 @@ class Recovery:
         if transport.in_place and in_background:
             warnings.warn(
                 "the checkpoint transport has a state_dict, so it writes to this group's tensors while the "
-                "forward pass runs: pass use_async_quorum=False, or leave state_dict out (docs/heals.md)",
+                "forward pass runs: pass use_async_quorum=False, or leave state_dict out "
+                "(docs/internals/heals.md)",
                 stacklevel=4,
             )
         # After a failed load some weights may have changed, and after a failed transfer in place some or all

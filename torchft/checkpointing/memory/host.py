@@ -35,7 +35,7 @@ def huge_pages() -> Optional[int]:
 
     They are slower in a virtual machine whose host takes back free memory (virtio-balloon with the feature
     "free page reporting"): it supplies a block of 2 MB again at 0.4 GB/s when it is used
-    (docs/benchmarks.md).
+    (docs/internals/benchmarks.md).
     """
     for features in glob(_BALLOONS):
         with suppress(OSError):

@@ -40,9 +40,9 @@ class Row(NamedTuple):
         kind: identifies what was computed, by which kernels. Only rows of one kind are compared. 0: the group
             has computed nothing, because it heals or is a spare.
         tries: the number of attempts at this step in which groups differed without a majority.
-        digest: of the bits of all gradients.
+        digest: of the bits of all gradients; with a bound, of the sizes.
         bound: how much equal gradients may differ, relative to their norm; 0: not in a single bit.
-        sizes: the norm of the gradients, and their projections to some fixed directions.
+        sizes: the norm of the gradients, and their projections to some fixed directions; 0 without a bound.
     """
 
     kind: int

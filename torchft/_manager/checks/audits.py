@@ -154,7 +154,8 @@ class Audits:
         parameters = list(dict.fromkeys(p for m in models for p in m.parameters() if p.requires_grad))
         without = [p for p in parameters if p.grad is None]
         buffers = [(b, b.clone()) for model in models for b in model.buffers()] if discard else []
-        gradients = _Gradients(parameters, discard)
+        exact = (self._exact or _deterministic()) and not torch.backends.cudnn.benchmark
+        gradients = _Gradients(parameters, discard, exact)
         hooks = [p.register_hook(partial(gradients.take, place)) for place, p in enumerate(parameters)]
         hooks += [model.register_forward_pre_hook(gradients.note_precision) for model in models]
         try:
@@ -179,7 +180,7 @@ class Audits:
         table = torch.zeros(step.plan.replica_world_size, WORDS, dtype=torch.int64)
         if self._gradients is not None:
             tries = self._tries[1] if self._tries[0] == self._number else 0
-            row = self._gradients.row(tries, self._exact)
+            row = self._gradients.row(tries)
             table[step.plan.replica_rank] = torch.tensor(row.words, dtype=torch.int64)
         return table.to(device)
 
@@ -241,13 +242,15 @@ class _Gradients:
     Args:
         parameters: in the same order in all groups.
         discard: whether they are replaced by zeros.
+        exact: whether their bits are compared.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], discard: bool) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], discard: bool, exact: bool) -> None:
         self._parameters = parameters
         self._discard = discard
-        self._digests: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
-        self._sums: list[torch.Tensor] = []
+        self._exact = exact
+        # By parameter: digests, or norm and projections.
+        self._found: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self._dtypes = {parameter.dtype for parameter in parameters}
 
     def note_precision(self, module: Any, inputs: Any) -> None:
@@ -260,31 +263,31 @@ class _Gradients:
     def take(self, place: int, gradient: torch.Tensor) -> Optional[torch.Tensor]:
         """A hook of the parameter at this place. It is called before the gradient is accumulated."""
         local = local_part(gradient.coalesce().values() if gradient.is_sparse else gradient)
-        self._digests[place].append(digest(local))
-        self._sums.append(_sums(local))
+        self._found[place].append(digest(local) if self._exact else _sums(local))
         return torch.zeros_like(gradient) if self._discard else None
 
-    def row(self, tries: int, exact: bool) -> Row:
+    def row(self, tries: int) -> Row:
         """Waits for the devices."""
-        exact = exact or (
-            torch.are_deterministic_algorithms_enabled()
-            and not torch.is_deterministic_algorithms_warn_only_enabled()
-        )
-        exact = exact and not torch.backends.cudnn.benchmark
         devices = sorted({_kernels(parameter.device) for parameter in self._parameters})
         lines = [f"{p.dtype} {tuple(p.shape)}" for p in self._parameters]
-        kind = header([torch.__version__, str(exact), *devices, *lines], 0)
-        digests = [combine(self._digests[place]) for place in sorted(self._digests)]
+        kind = header([torch.__version__, str(self._exact), *devices, *lines], 0)
+        found = [self._found[place] for place in sorted(self._found)]
+        if self._exact:
+            bits = int(combine([combine(each) for each in found]).item()) if found else 0
+            return Row(kind, tries, bits, 0.0, (0.0,) * (1 + PROJECTIONS))
         none = torch.zeros(1 + PROJECTIONS, dtype=torch.float64)
-        square, *projections = torch.stack([none, *(each.cpu() for each in self._sums)]).sum(0).tolist()
-        eps = max((torch.finfo(dtype).eps for dtype in self._dtypes), default=0.0)
-        return Row(
-            kind,
-            tries,
-            int(combine(digests).item()) if digests else 0,
-            0.0 if exact else math.sqrt(eps),
-            (math.sqrt(square) if square >= 0 else math.nan, *projections),
-        )
+        sums = torch.stack([none, *(each.cpu() for of_one in found for each in of_one)]).sum(0)
+        sums[0].sqrt_()
+        bound = math.sqrt(max((torch.finfo(dtype).eps for dtype in self._dtypes), default=0.0))
+        return Row(kind, tries, int(digest(sums).item()), bound, tuple(sums.tolist()))
+
+
+def _deterministic() -> bool:
+    """Whether the same unit has the same gradients, bit for bit, in each pass."""
+    return (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
 
 
 def _kernels(device: torch.device) -> str:
@@ -298,11 +301,15 @@ def _sums(gradient: torch.Tensor) -> torch.Tensor:
     """The square of the norm, and the projections, in float64 on the gradient's device."""
     flat = gradient.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    whole = flat.numel() // _WIDTH * _WIDTH
-    columns = flat[:whole].view(-1, _WIDTH).sum(0, dtype=torch.float64)
-    columns[: flat.numel() - whole] += flat[whole:]
-    norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
-    return torch.cat([norm.square().view(1), (_directions(flat.device) * columns).sum(1)])
+    square = torch.zeros(1, dtype=torch.float64, device=flat.device)
+    columns = torch.zeros(_WIDTH, dtype=torch.float64, device=flat.device)
+    for piece in flat.split(_WIDTH * (16 if flat.is_cpu else 4096)):  # in a processor's cache, or 128 MiB
+        wide = piece.double()
+        square += torch.linalg.vector_norm(wide).square()
+        whole = wide.numel() // _WIDTH * _WIDTH
+        columns += wide[:whole].view(-1, _WIDTH).sum(0)
+        columns[: wide.numel() - whole] += wide[whole:]
+    return torch.cat([square, (_directions(flat.device) * columns).sum(1)])
 
 
 @lru_cache(maxsize=16)

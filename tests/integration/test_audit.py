@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import torchft
 from tests.integration.cluster import Cluster, Rank, results
 from torchft._manager.checks.audits import CorruptedGradient
+from torchft._manager.poison import digest
 from torchft.cli import events
 
 SAMPLES = 96
@@ -160,6 +161,7 @@ def test_a_group_whose_gradient_has_a_flipped_bit_is_named_and_ends(
     assert isinstance(error, CorruptedGradient)
     assert "the gradient of group_1:" in str(error) and "(rank 0 on " in str(error)
     assert "is not that of most groups" in str(error)
+    assert digest(error, 3) is None, "it is no exception of data or code, which stops the job"
     expected = clean()
     for weights in (ended[0], ended[2]):
         if often == 1.0:  # else it has committed some that no audit has met

@@ -18,6 +18,8 @@ import toolchain
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 TELL_EACH_S = 10.0
+# C takes a function that csrc/Python.h does not declare for one that returns int: the library does not load.
+_DECLARED = "-Werror=implicit-function-declaration"
 
 
 def build(target: Path, go: bool) -> None:
@@ -78,7 +80,7 @@ def _build_go(target: Path, env: dict[str, str]) -> None:
     # Go does not notice edits to C files outside its packages, but it rebuilds if the flags differ. So the
     # flags contain a hash of those files.
     csrc = hashlib.sha256(b"\0".join(path.read_bytes() for path in sorted(CSRC.iterdir()))).hexdigest()[:16]
-    env["CGO_CFLAGS"] = f"-O2 -DTORCHFT_CSRC=0x{csrc} {env.get('CGO_CFLAGS', '')}".strip()
+    env["CGO_CFLAGS"] = f"-O2 {_DECLARED} -DTORCHFT_CSRC=0x{csrc} {env.get('CGO_CFLAGS', '')}".strip()
     env["CC"] = shlex.join(toolchain.compiler())
     packages = _packages(env)
     say("torchft: compiling the native library: seconds, or up to three minutes if none of it is cached")
@@ -120,6 +122,7 @@ def _build_c(target: Path, env: dict[str, str]) -> None:
     command = [
         *toolchain.compiler(),
         "-O2",
+        _DECLARED,
         "-fPIC",
         "-shared",
         f"-I{CSRC}",

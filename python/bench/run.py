@@ -39,6 +39,7 @@ import recovery
 import recovery_churn
 import replay
 import restart
+import slow_group
 import startup
 import step
 import throughput
@@ -64,6 +65,7 @@ PARTS = {
     "local_sgd": local_sgd,
     "replay": replay,
     "again": again,
+    "slow_group": slow_group,
     "divergence": divergence,
     "unauthenticated": unauthenticated,
 }
@@ -84,6 +86,7 @@ ROUNDS = {
     "quantized": 8,
     "replay": 10,
     "again": 7,
+    "slow_group": 5,
     "divergence": 10,
     "unauthenticated": 7,
 }

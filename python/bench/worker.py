@@ -342,13 +342,20 @@ class Worker:
             times.append(1000 * (time.perf_counter() - t0))
         return {"step": times, "failed": count - (self.manager.current_step() - first)}
 
-    # again.py
+    # again.py, slow_group.py
 
     def do_units(
-        self, sharded: bool, steps: int, units: int, unit_ms: float, fail_at: int, phase: str
+        self,
+        sharded: bool,
+        steps: int,
+        units: int,
+        unit_ms: float,
+        fail_at: int,
+        phase: str,
+        width: int = 768,
     ) -> dict[str, Any]:
         """Train `steps` steps, whose `units` units all groups divide. A unit takes `unit_ms`, as if a GPU
-        computed it. End in a phase of step `fail_at`, from 0; -1: never.
+        computed it, and two layers of `width`. End in a phase of step `fail_at`, from 0; -1: never.
 
         Return the time from commit to commit, and the units that this group computed in each step.
         """
@@ -359,7 +366,7 @@ class Worker:
         from torchft.device_mesh import ft_init_device_mesh
 
         torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(768, 768), nn.ReLU(), nn.Linear(768, 768))
+        model: Any = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
         if sharded:
             self.do_world("gloo")
             mesh = ft_init_device_mesh(
@@ -396,7 +403,7 @@ class Worker:
                 end_in("last unit" if unit.last else "unit before")
                 time.sleep(unit_ms / 2000)
                 with unit.accumulate(wrapped):
-                    (wrapped(unit.data).square().mean() * unit.weight).backward()
+                    (wrapped(unit.data[:, :width]).square().mean() * unit.weight).backward()
             optimizer.step()
             if step.committed:
                 times.append(1000 * (time.perf_counter() - began))

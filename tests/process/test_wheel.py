@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow(first=True), pytest.mark.timeout(900)]
 
 
 def make_wheel(machine: str, folder: Path) -> Path:
-    if Path(sys.prefix).resolve() != ROOT / ".venv":
+    if Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
         pytest.skip("`make wheel` builds with what is in .venv, and this is another environment")
     run("make", "wheel", f"DIST={folder}", f"WHEELS={machine}", cwd=ROOT, seconds=800)
     (path,) = folder.glob("*.whl")  # uv adds a .gitignore

@@ -22,6 +22,6 @@ model, optimizer = job.prepare(net, adam)
 for step in job.loader(dataset, global_batch_size=16, micro_batch_size=4, epochs=2):
     for x, y in step:  # this rank's micro-batches
         step.backward((model(x) - y).square().mean())
-    step.commit()  # all groups step alike; or the same batch comes again
+    step.commit()  # the step counts, or the same batch comes again
 
 print(f"weights {net.weight.tolist()}")

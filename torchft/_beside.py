@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -29,7 +30,10 @@ def others(package: str, version: str, path: Iterable[str]) -> list[str]:
                 f"put {folder} first in PYTHONPATH to import that one, or `pip uninstall torchft` where it "
                 "is not wanted"
             )
-    for entry in sorted(os.listdir(home)):
+    entries: list[str] = []
+    with contextlib.suppress(OSError):  # a folder that may be searched only
+        entries = sorted(os.listdir(home))
+    for entry in entries:
         if entry.startswith(UPSTREAM) and entry.endswith(METADATA):
             nightly = entry[len(UPSTREAM) : -len(METADATA)]
             found.append(

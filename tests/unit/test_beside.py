@@ -28,6 +28,15 @@ def test_one_installation_is_no_news(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert _beside.others(str(one / "torchft"), "0.3.0", path) == []
 
 
+def test_a_folder_that_cannot_be_listed_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: str) -> list[str]:
+        raise PermissionError(13, "Permission denied", path)
+
+    one = packages(tmp_path / "one", "torchft_nightly-1.dist-info")
+    monkeypatch.setattr(os, "listdir", refused)
+    assert _beside.others(str(one / "torchft"), "0.3.0", [str(one)]) == []
+
+
 def test_another_one_elsewhere(tmp_path: Path) -> None:
     one, other = packages(tmp_path / "one"), packages(tmp_path / "other")
     (told,) = _beside.others(str(one / "torchft"), "0.3.0", [str(one), str(other)])

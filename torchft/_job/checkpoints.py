@@ -217,10 +217,8 @@ class Checkpoints:
                 )
                 return False
             if (failed := _load(checkpoint, state, load)) is not None:
-                _log.warning(
-                    f"the copies of another number of ranks in {checkpoint} are not read: {failed.text}"
-                )
-                return False
+                # what was read is in the model
+                raise ValueError(f"the copies of another number of ranks cannot be read: {failed.text}")
             _tell(f"goes on from step {_step(checkpoint)}, of which other ranks left copies")
             return True
         finally:

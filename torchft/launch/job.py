@@ -76,6 +76,7 @@ class GroupState:
     state: str = "starting"
     step: int = 0
     fruitless: int = 0  # consecutive incarnations that took part in no step
+    codes: Sequence[int] = ()  # the exit codes of their scripts, negative for a signal
     took_part: bool = False  # whether this incarnation participated in a step, or is ready to
     restart_at: float | None = None
     leaving: bool = False
@@ -286,11 +287,13 @@ class LocalJob:
                 self._start(member)
         elif status == 0:
             member.state, member.failed = "done", ""
-        elif exit_code(member.group.log) == LATE_STATUS:
+        elif self._is_late(member, status):
             member.state = FAILED if member.failed else LATE
         else:
             self._note_end(member, status)
             member.fruitless = 0 if member.took_part else member.fruitless + 1
+            code = exit_code(member.group.log) if status > 0 else status
+            member.codes = [*member.codes[-member.fruitless + 1 :], code] if member.fruitless else []
             error = error_of(member.group.log) if member.fruitless else ""
             self._end_if_repeated(member, error)
             delay = restart_delay(member.fruitless)
@@ -304,6 +307,18 @@ class LocalJob:
                 member.state = f"ended with status {status}"
             member.restart_at = now + delay
 
+    def _is_late(self, member: GroupState, status: int) -> bool:
+        """Whether a restarted group was told that the training has ended. A script may use that status."""
+        return (
+            status > 0
+            and member.group.starts > 1
+            and exit_code(member.group.log) == LATE_STATUS
+            and self._has_ended()
+        )
+
+    def _has_ended(self) -> bool:
+        return bool(status(self._lighthouse).get("ended") == self._run)
+
     def _note_end(self, member: GroupState, failed: int) -> None:
         """Remembers how a life of a group has failed, if the training was complete. The next one may resume
         from a checkpoint of the last step, and run to its end; or it is told that the training has ended.
@@ -312,7 +327,7 @@ class LocalJob:
             member: the group.
             failed: the exit status of its agent.
         """
-        if status(self._lighthouse).get("ended") != self._run:
+        if not self._has_ended():
             return
         self._trained = True  # perhaps faster than this looks
         log = member.group.log
@@ -354,6 +369,8 @@ class LocalJob:
             f"with status {status}" + (f": {error}" if error else "")
         )
         if not self._trained:
+            if error == "" and member.codes[0] > 0 and len(set(member.codes)) == 1:  # its arguments, say
+                raise LaunchError(f"{member.abandoned}, each with status {member.codes[0]}", member.group.log)
             raise self._host_fails([member])
         member.state = (
             f"not restarted: ended with status {status} and never took part, see {member.group.log}"

@@ -115,11 +115,14 @@ def follow(
     Raises:
         ValueError: the range or ``sizes`` is not allowed.
         Unanswered: the address of the lighthouse is malformed.
-        ScalerError: the scaler does not know the number at the start.
+        ScalerError: the scaler does not know the number at the start, or there is no group.
     """
     policy = Policy(allowed_numbers(least, most, sizes))
     http = HttpLighthouse(lighthouse, job)
-    scaler.current()
+    if scaler.current() == 0:
+        raise ScalerError(
+            f"{type(scaler).__name__}: no group of the job is found: start it first, and check its name"
+        )
 
     def tell(reason: str) -> None:
         print(reason, flush=True)

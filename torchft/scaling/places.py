@@ -85,9 +85,11 @@ class Slurm(Scaler):
 
     def current(self) -> int:
         tasks = self._tasks()
+        if not tasks:
+            return 0
         if self._wanted is None:
             self._wanted = len(tasks)
-        return self._wanted if tasks else 0
+        return self._wanted
 
     def set(self, groups: int) -> None:
         tasks = self._tasks()

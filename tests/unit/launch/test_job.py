@@ -176,6 +176,31 @@ def test_a_group_that_failed_before_the_end_is_done_if_it_comes_back_behind_it(
     assert cluster.states() == ["done", "came back after the end"]
 
 
+@pytest.mark.parametrize(("status", "ended"), [(1, False), (-9, True), (1, True)])
+def test_a_script_may_end_with_the_status_of_a_late_group(
+    monkeypatch: pytest.MonkeyPatch, status: int, ended: bool
+) -> None:
+    monkeypatch.setattr(module, "exit_code", lambda log: 66)
+    cluster = Cluster(monkeypatch, 2, 2)
+    cluster.training, cluster.ended = {0: 5, 1: 5}, ended
+    assert cluster.pass_time(1)
+    cluster.groups[1].status = status
+    assert cluster.pass_time(0) and cluster.pass_time(0)
+    assert cluster.groups[1].starts == 2, "it was not told that the training has ended"
+
+
+@pytest.mark.parametrize(("codes", "error"), [([2, 2, 2], LaunchError), ([2, -11, 2], HostFails)])
+def test_a_script_that_ends_alike_in_each_life_is_at_fault(
+    monkeypatch: pytest.MonkeyPatch, codes: list[int], error: type[LaunchError]
+) -> None:
+    monkeypatch.setattr(module, "exit_code", lambda log: codes[min(cluster.groups[0].starts, 3) - 1])
+    cluster: Any = Cluster(monkeypatch, 1, 1)
+    assert cluster.pass_time(1)
+    with pytest.raises(LaunchError) as raised:
+        cluster.end_before_a_step(0)
+    assert raised.type is error and ("each with status 2" in str(raised.value)) == (error is LaunchError)
+
+
 @pytest.mark.parametrize(("fruitless", "delay"), [(0, 0.0), (1, 1.0), (2, 5.0), (FRUITLESS_LIVES, None)])
 def test_the_delay_of_a_restart(fruitless: int, delay: float | None) -> None:
     assert restart_delay(fruitless) == delay

@@ -140,6 +140,8 @@ def test_a_wrong_range_address_or_scaler_is_an_error_at_once() -> None:
         follow(place, 4, 2)
     with pytest.raises(Unanswered, match="the lighthouse address 'nowhere' is not allowed"):
         follow(place, 1, 2, lighthouse="nowhere")
+    with pytest.raises(ScalerError, match="Place: no group of the job is found"):
+        follow(Place(0), 1, 2, lighthouse="http://localhost:1")
     place.problem = "no such job"
     with pytest.raises(ScalerError, match="no such job"):
         follow(place, 1, 2, lighthouse="http://localhost:1")

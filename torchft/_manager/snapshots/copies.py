@@ -216,7 +216,7 @@ class Snapshots:
         self.member: tuple[Optional[int], int] = None, 0
         self._every = settings.snapshots
         self._copies = settings.snapshot_copies
-        self.announces = "2" if self._copies and self._every is None else ""  # the fewest (settings.py)
+        self.announces = str(self._every or 2) if self._copies and self.on else ""  # 2: see settings.py
         self.agreed = 0
         self._news = news
         self._group, named, _ = replica_id.partition(":")

@@ -56,6 +56,7 @@ class Rank:
             lambda: self.said.append("news"),
             logger,
         )
+        self.snapshots.agreed = every or 0  # as of a quorum whose groups have the same setting
 
     def _load(self, state: Any) -> None:
         self.loaded = state

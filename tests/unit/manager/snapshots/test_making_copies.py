@@ -179,6 +179,18 @@ def test_groups_that_keep_parts_copy_at_the_steps_on_which_they_agree(
     rank.snapshots.close(finished=True)
 
 
+def test_a_group_with_a_number_copies_at_the_steps_of_one_that_needs_more() -> None:
+    rank = Rank({"step": 0}, every=3, copies=2)
+    rank.restore()
+    rank.snapshots.member = 0, 3
+    assert rank.snapshots.announces == "3"
+    rank.snapshots.agreed = 4
+    for step in range(1, 9):
+        rank.step(step)
+    assert sorted(saved()) == [4, 8] and rank.snapshots.announces == "3"
+    rank.snapshots.close(finished=True)
+
+
 def test_what_a_forward_pass_may_change_is_copied_at_once(held: Any) -> None:
     weights, statistics = torch.ones(500_000), torch.ones(4)
     rank = Rank({"weights": weights, "statistics": statistics}, unchanged=[weights.data_ptr()])

@@ -203,6 +203,7 @@ class LoaderStep:
                 if exact is not None:
                     self._check_first(place + 1)
             if exact is None or not exact.repeats():
+                self._attempt.unit, self._attempt.skip = None, ""  # an exception after them is of no unit
                 return
             self._added.clear()
             places = list(range(len(self)))

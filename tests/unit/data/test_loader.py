@@ -516,6 +516,7 @@ def test_a_unit_that_the_quorum_names_is_left_out_and_written_down(
         for unit in step:
             seen.append(list(unit.indices))
             names.append(manager._current.skip)
+        assert (manager._current.unit, manager._current.skip) == (None, ""), "what follows is of no unit"
         if step.position.batch == 1:
             assert names == (["0.1.0"] if on_poison == "skip" else ["", ""])
         manager.skipped = ("0.1.1", "7.7.7", "another name")  # from the second step on

@@ -724,7 +724,7 @@ class Manager(Stateful, Stepping):
             # what it has kept it has computed from other weights than those of the copy
             replays_failed_steps=self._replayer.enabled and found is None,
             asks_each_step=self._data.averages_weights or local_sgd,
-            cuts_by_speed=self._data.adds_gradients,
+            cuts_by_speed=self._data.cuts_by_speed,
             layout=layout,
             drain=self._signals.drain_request(self._logger.info),
             traceparent="" if self._trace is None else self._trace.asks(self._step),

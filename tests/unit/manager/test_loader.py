@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Optional
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed import ReduceOp
+from torch.utils.data import IterableDataset
 
 from tests.unit.manager.conftest import Fixture, quorum
 from torchft import Optimizer
@@ -71,6 +74,25 @@ def test_by_default_groups_that_average_weights_heal_at_once(fixture: Fixture) -
     with LocalSGD(manager, net, torch.optim.SGD(net.parameters()), sync_every=2):
         attach(manager)
         assert manager._in_passing is None
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stream_is_not_cut_by_the_speeds_of_the_groups(native: Fixture, stream: bool) -> None:
+    """In a new cut sources change owners, each of which may have to read all that came before."""
+    manager = native.manager()
+    data: Any = Stream() if stream else list(range(10))
+    sizes: dict[str, Any] = dict(global_batch_size=4, micro_batch_size=2)
+    group: Any = SimpleNamespace(size=lambda: 2)
+    loader = ElasticDataLoader(manager, data, shuffle=False, data_group=group, **sizes)
+    announce_the_same(manager, native)
+    with patch.object(manager._rounds, "begin", wraps=manager._rounds.begin) as begin:
+        next(loader)
+    assert begin.call_args.args[1].cuts_by_speed is not stream
 
 
 def native_handle(handle: str, manager: Manager) -> str:

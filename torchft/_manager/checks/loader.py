@@ -305,6 +305,13 @@ class Data:
         """Whether this group has no more data."""
         return self._loader is not None and self._loader.at_end
 
+    @property
+    def cuts_by_speed(self) -> bool:
+        """Whether batches are cut by the speeds of the groups. Those of a stream are not: in a new cut
+        sources change owners, and a new owner may have to read its source from the begin of the epoch.
+        """
+        return self.adds_gradients and self._loader is not None and not self._loader.is_stream
+
     # What is refused
 
     def check_layout(self, what: str) -> None:

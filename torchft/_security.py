@@ -19,7 +19,8 @@ TLS_CERT_ENV = "TORCHFT_TLS_CERT"
 #: the state, the script, its arguments and the folder.
 JOB_ENV = "TORCHFT_JOB_ID"
 #: Names one start of the job, alike in all of its groups: a group that comes back after the end of the
-#: training ends with success. `torchft run` and the TorchX component set it. Default: none.
+#: training ends with success. `torchft run`, the TorchX component and the examples for Slurm and Kubernetes
+#: set it. Default: none.
 RUN_ENV = "TORCHFT_RUN_ID"
 DEFAULT_JOB = "default"
 _FILES = {

@@ -63,7 +63,7 @@ def test_the_scripts_without_torchft_train(plain: str, tmp_path: Path) -> None:
 
 
 SCRIPTS = [ROOT / "python" / "examples" / name for name in ("huggingface_loop.py", "lightning_loop.py")]
-# The first example is the shortest. The others are slow, for example those of Lightning and Transformers; a
+# The first example has FSDP2. The others are slow, for example those of Lightning and Transformers; a
 # script in upstream's style is in test_script_unchanged.py.
 EXAMPLES = [
     pytest.param(text, id=str(i), marks=[pytest.mark.slow] if i else [])
@@ -97,6 +97,7 @@ def test_the_example_trains_in_two_groups_and_ends(example: str, tmp_path: Path)
                 "TORCHFT_LIGHTHOUSE": lighthouse.address(),
                 "RANK": "0",
                 "WORLD_SIZE": "1",
+                "CUDA_VISIBLE_DEVICES": "",  # both groups would have the same device
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -71,7 +71,7 @@ func ParseArgs(args []string) (Config, error) {
 	file(&cfg.Security.TLSCA, "tls_ca", auth.TLSCAEnv, "certificates in PEM of the authorities that sign "+
 		"the managers' certificates, to connect to managers for a kill; default: the system's")
 	flags.BoolVar(&cfg.AllowRemoteKill, "allow_remote_kill", cfg.AllowRemoteKill,
-		"without a token_file, allow requests from other hosts, too, to end replica groups")
+		"without a token_file, allow requests from other hosts, too, to end replica groups of this host")
 	flags.IntVar(&cfg.MaxConnections, "max_connections", cfg.MaxConnections,
 		"how many connections may be open at once")
 	flags.IntVar(&cfg.MaxJoinsPerSecond, "max_joins_per_second", cfg.MaxJoinsPerSecond,

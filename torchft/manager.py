@@ -342,9 +342,9 @@ class Manager(Stateful, Stepping):
             errors=self._errors,
             logger=self._logger,
         )
-        exact, optimizers = settings.reproducible_reduction, self._replicas.state.optimizers
-        self._audits = Audits(settings.audit, exact, self._group_rank, optimizers, self._logger)
-        self._user_state.optimizers = self._replicas.state.optimizers
+        optimizers = self._replicas.state.optimizers
+        self._audits = Audits(settings.audit, self._group_rank, optimizers, self._logger)
+        self._user_state.optimizers = optimizers
         self._layout = Layout(self._peers.announce_layout)
         self._data = Data(self._layout, planner, settings, self._init_sync)
         first = self._make_step(StepRequest(True, False, self._quorum_timeout), state=StepState.UNASKED)

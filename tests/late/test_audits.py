@@ -22,8 +22,10 @@ from tests.late.group import ProcessGroupLate  # noqa: E402
 STEPS = 6
 
 
-@pytest.mark.parametrize(("reproducible", "factor"), [(True, 1 + 2**-22), (False, 1.1)])
-def test_a_wrong_gradient_on_a_device_is_found(late: ModuleType, reproducible: bool, factor: float) -> None:
+@pytest.mark.parametrize(("deterministic", "factor"), [(True, 1 + 2**-22), (False, 1.1)])
+def test_a_wrong_gradient_on_a_device_is_found(
+    late: ModuleType, deterministic: bool, factor: float, request: pytest.FixtureRequest
+) -> None:
     """By its bits, or by the bound."""
     late.delays(7, 0, 500)
 
@@ -32,7 +34,6 @@ def test_a_wrong_gradient_on_a_device_is_found(late: ModuleType, reproducible: b
         net = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 1)).to(on_device(rank))
         manager = rank.start_manager(
             audit=0.5,
-            reproducible_reduction=reproducible,
             load_state_dict=net.load_state_dict,
             state_dict=net.state_dict,
         )
@@ -58,6 +59,8 @@ def test_a_wrong_gradient_on_a_device_is_found(late: ModuleType, reproducible: b
                 return e
         return manager.current_step()
 
+    torch.use_deterministic_algorithms(deterministic)
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     with Cluster(min_replicas=1, make_pg=lambda group: ProcessGroupLate(timeout=DEADLINE)) as cluster:
         first, wrong, last = results(*(cluster.start(loop, group) for group in range(3)))
     assert first == last == STEPS

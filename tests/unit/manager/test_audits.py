@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Optional
 from unittest.mock import MagicMock
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.unit.data.test_loader import Alone, make
+from tests.unit.manager.conftest import Fixture
 from torchft._agreement import AUDITS, KEEPS, announce
 from torchft._manager.checks.audit import Row
 from torchft._manager.checks.audits import Audits, CorruptedGradient
@@ -43,8 +44,15 @@ def plan(rank: Optional[int], *texts: str, **others: Any) -> Plan:
     return Plan(**{**fields, **others})
 
 
-def audits(rate: float = 1.0, exact: bool = True) -> Audits:
-    return Audits(rate, exact, 0, [], MagicMock())
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def audits(rate: float = 1.0) -> Audits:
+    return Audits(rate, 0, [], MagicMock())
 
 
 def attempt(of: Optional[Plan] = None) -> Any:
@@ -53,14 +61,20 @@ def attempt(of: Optional[Plan] = None) -> Any:
 
 
 def measure(
-    model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], discard: bool, exact: bool = True
+    model: nn.Module,
+    loss: Callable[[nn.Module], torch.Tensor],
+    discard: bool,
+    exact: bool = True,
+    audit: Optional[Audits] = None,
 ) -> Row:
     """The row of a unit in one group."""
-    audit, text = audits(exact=exact), "1/1.0 host"
+    torch.use_deterministic_algorithms(exact)
+    audit, text = audit or audits(), "1/1.0 host"
     step = attempt(plan(1, text, text))
     assert audit.begin(step, step.plan, 0, 3)
     with audit.measured((model,), INDICES, discard):
         loss(model).backward()
+    torch.use_deterministic_algorithms(True)
     table = audit.table(step, torch.device("cpu"))
     assert table is not None and not table[0].any()
     return Row.of(table[1].tolist())
@@ -132,7 +146,7 @@ def test_a_flipped_bit_of_any_gradient_changes_the_digest(name: str) -> None:
 def test_models_that_do_not_have_all_gradients_are_refused() -> None:
     first, second = nn.Linear(2, 1), nn.Linear(2, 1)
     both = torch.optim.SGD([*first.parameters(), *second.parameters()])
-    audit = Audits(0.5, True, 0, [both], MagicMock())
+    audit = Audits(0.5, 0, [both], MagicMock())
     for models in ((), (first,)):
         with pytest.raises(ValueError, match=r"audit=0.5: accumulate\(\) did not get all models"):
             audit.check(models)
@@ -154,11 +168,13 @@ def test_the_bound_is_that_of_the_least_precise_dtype() -> None:
     assert bound(linear, cast) == pytest.approx(2**-3.5)
     half = nn.Linear(4, 2).to(torch.bfloat16)
     assert bound(half, lambda model: model(data().bfloat16()).sum()) == pytest.approx(2**-3.5)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert bound(linear, total) == 0
-    finally:
-        torch.use_deterministic_algorithms(False)
+    assert measure(linear, total, discard=False).bound == 0
+
+
+def test_reproducible_sums_do_not_make_kernels_deterministic(fixture: Fixture) -> None:
+    audit = fixture.manager(audit=1.0, reproducible_reduction=True)._audits
+    assert measure(nn.Linear(4, 2), total, discard=False, exact=False, audit=audit).bound > 0
+    assert measure(nn.Linear(4, 2), total, discard=False, exact=True, audit=audit).bound == 0
 
 
 def test_a_change_of_a_large_gradient_is_in_its_projections() -> None:

@@ -48,7 +48,6 @@ class Audits:
 
     Args:
         rate: the part of the steps that are audited; 0: none is.
-        exact: whether units have the same gradients, bit for bit, because their sums have to.
         group_rank: of this rank.
         optimizers: those that read the gradients, as far as the Manager knows them.
         logger: the Manager's logger.
@@ -61,14 +60,12 @@ class Audits:
     def __init__(
         self,
         rate: float,
-        exact: bool,
         group_rank: int,
         optimizers: Sequence[Optimizer],
         logger: _ManagerLogger,
     ) -> None:
         self.on = rate > 0
         self._rate = rate
-        self._exact = exact
         self._group_rank = group_rank
         self._optimizers = optimizers
         self._logger = logger
@@ -154,7 +151,7 @@ class Audits:
         parameters = list(dict.fromkeys(p for m in models for p in m.parameters() if p.requires_grad))
         without = [p for p in parameters if p.grad is None]
         buffers = [(b, b.clone()) for model in models for b in model.buffers()] if discard else []
-        exact = (self._exact or _deterministic()) and not torch.backends.cudnn.benchmark
+        exact = _deterministic() and not torch.backends.cudnn.benchmark
         gradients = _Gradients(parameters, discard, exact)
         hooks = [p.register_hook(partial(gradients.take, place)) for place, p in enumerate(parameters)]
         hooks += [model.register_forward_pre_hook(gradients.note_precision) for model in models]

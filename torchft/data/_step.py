@@ -103,8 +103,7 @@ class Unit:
         if self._seed is not None:
             torch.manual_seed(self._seed)
         audits, audited = self._step._loader._audits, self._step.audited
-        if audits is not None:
-            audits.check(models)
+        new = audits is not None and audits.check(models)
         # noted before the passes, because the last unit reduces in its backward pass
         if not self.audit:
             self._step._added.add(self._place)
@@ -113,6 +112,8 @@ class Unit:
                 own = audited is not None and audited.own and self._place == audited.place
                 if audits is not None and (own or self.audit):
                     stack.enter_context(audits.measured(models, self.indices, discard=self.audit))
+                elif audits is not None and new:
+                    stack.enter_context(audits.unchanged(models))
                 if self._exact is not None:
                     stack.enter_context(
                         self._exact.accumulate(models, counted=self.weight != 0, last=self.last)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, Optional
 from unittest.mock import MagicMock
@@ -11,6 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from tests.unit.data.test_loader import Alone, make
 from tests.unit.manager.conftest import Fixture
@@ -169,6 +171,62 @@ def test_the_bound_is_that_of_the_least_precise_dtype() -> None:
     half = nn.Linear(4, 2).to(torch.bfloat16)
     assert bound(half, lambda model: model(data().bfloat16()).sum()) == pytest.approx(2**-3.5)
     assert measure(linear, total, discard=False).bound == 0
+
+
+class Average(nn.Linear):
+    """Multiplies by a moving average of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.register_buffer("average", torch.ones(4))
+        self.register_buffer("unset", torch.full((2,), float("nan")))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            assert isinstance(self.average, torch.Tensor)
+            self.average.data.lerp_(x.mean(0), 0.1)  # without a trace in its version
+        return super().forward(x * self.average)
+
+
+@pytest.mark.parametrize(
+    ("model", "buffer"),
+    [
+        (Average(), "'1.average' of Average"),
+        (Average().eval(), None),
+        (nn.BatchNorm1d(4), None),
+        (nn.InstanceNorm1d(2, track_running_stats=True), None),
+        (
+            nn.utils.parametrizations.spectral_norm(nn.Linear(4, 64)),
+            "'1.parametrizations.weight.0._u' of _Sp",
+        ),
+        (nn.utils.spectral_norm(nn.Linear(4, 3)), "'1.weight_u' of Linear"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("rate", [1.0, 1e-9])
+def test_a_buffer_that_makes_the_gradients_of_healthy_groups_differ_is_refused(
+    rate: float, model: nn.Module, buffer: Optional[str]
+) -> None:
+    """In an audited unit, and in the first one of all."""
+    manager, model = Pair(0), nn.Sequential(nn.Linear(4, 4), copy.deepcopy(model))
+    manager._audits = audits(rate)
+    before = copy.deepcopy(model.state_dict())
+    loader: ElasticDataLoader = make(TensorDataset(torch.randn(8, 4)), manager, reproducible_rng=True)
+    unit = next(iter(next(loader)))
+    with ExitStack() as stack:
+        if buffer is not None:
+            match = f"audit={rate:g}: the forward pass of a unit changes the buffer {buffer}"
+            stack.enter_context(pytest.raises(ValueError, match=match))
+        with unit.accumulate(model):
+            model(unit.data[0]).sum().backward()
+    assert (
+        not unit.audit
+        or not model.training
+        or all(
+            torch.equal(value, before[name]) or value.isnan().any()
+            for name, value in model.state_dict().items()
+        )
+    )
 
 
 def test_reproducible_sums_do_not_make_kernels_deterministic(fixture: Fixture) -> None:

@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from torchft._agreement import AUDITS, KEEPS, announced
 from torchft._manager.checks.audit import MOST_TRIES, PROJECTIONS, WORDS, Row, due, judge
@@ -118,10 +119,12 @@ class Audits:
             self._said.add(why)
             self._logger.warn(f"audit={self._rate:g}: gradients are not compared: {why}")
 
-    def check(self, models: tuple[Any, ...]) -> None:
-        """Raises a ValueError unless the gradients of a unit are those of these models, and complete."""
+    def check(self, models: tuple[Any, ...]) -> bool:
+        """Raises a ValueError unless the gradients of a unit are those of these models, and complete. Returns
+        whether the models are new: then their buffers are to be checked, too.
+        """
         if models and self._checked == models:
-            return
+            return False
         known = {id(parameter) for model in models for parameter in model.parameters()}
         stepped = (p for each in self._optimizers for group in each.param_groups for p in group["params"])
         if not models or any(id(p) not in known for p in stepped if p.requires_grad):
@@ -137,6 +140,23 @@ class Audits:
                     "one"
                 )
         self._checked = models
+        return True
+
+    @contextmanager
+    def unchanged(self, models: tuple[Any, ...]) -> Iterator[None]:
+        """Surrounds the passes of a unit. Raises a ValueError if they change a buffer on which gradients may
+        depend: groups have different ones, as they compute different units.
+        """
+        before = _buffers(models)
+        yield
+        after = _buffers(models)
+        changed = [name for name in after if before.get(name) != after[name]]
+        if changed:
+            raise ValueError(
+                f"audit={self._rate:g}: the forward pass of a unit changes the buffer {changed[0][1]}: the "
+                "gradients of healthy groups would differ, because each computes other units. Give audit=0; "
+                "only the buffers of PyTorch's batch and instance norms may change"
+            )
 
     @contextmanager
     def measured(self, models: tuple[Any, ...], indices: Sequence[int], discard: bool) -> Iterator[None]:
@@ -156,7 +176,8 @@ class Audits:
         hooks = [p.register_hook(partial(gradients.take, place)) for place, p in enumerate(parameters)]
         hooks += [model.register_forward_pre_hook(gradients.note_precision) for model in models]
         try:
-            yield
+            with self.unchanged(models):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
@@ -277,6 +298,20 @@ class _Gradients:
         sums[0].sqrt_()
         bound = math.sqrt(max((torch.finfo(dtype).eps for dtype in self._dtypes), default=0.0))
         return Row(kind, tries, int(digest(sums).item()), bound, tuple(sums.tolist()))
+
+
+def _buffers(models: tuple[Any, ...]) -> dict[tuple[int, str], int]:
+    """Digests of the buffers on which gradients may depend. Those of a norm are read only once they no more
+    change, in evaluation mode.
+    """
+    return {
+        (number, f"{f'{path}.{name}'.lstrip('.')!r} of {type(module).__name__}"): int(digest(buffer))
+        for number, model in enumerate(models)
+        for path, module in model.named_modules()
+        if not isinstance(module, _NormBase)
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.layout is torch.strided
+    }
 
 
 def _deterministic() -> bool:

@@ -77,14 +77,17 @@ func (q *Quorum) HasSpeeds() bool {
 
 // recut returns the speeds by which a batch is cut from now on, if these are the present ones: others if they
 // shorten a step by recutGain. A member's speed changes only if its pace shows for certain that the present
-// one is wrong, in relation to the member in the middle. A pace that is not known leaves all as they are.
+// one is wrong, in relation to the member in the middle of those whose paces are known. The others, as spares
+// and members that have just joined, keep their speeds in relation to it.
 func recut(present []int64, paces []Pace) []int64 {
-	if len(paces) < 2 || slices.ContainsFunc(paces, func(p Pace) bool { return p.Own <= 0 }) {
-		return present
+	var order []int
+	for i, p := range paces {
+		if p.Own > 0 {
+			order = append(order, i)
+		}
 	}
-	order := make([]int, len(paces))
-	for i := range order {
-		order[i] = i
+	if len(order) < 2 {
+		return present
 	}
 	slices.SortStableFunc(order, func(a, b int) int {
 		return cmp.Compare(took(present, paces, a), took(present, paces, b))
@@ -96,7 +99,7 @@ func recut(present []int64, paces []Pace) []int64 {
 		fits := scale * float64(paces[middle].Own) // the own time with which the present speed is right
 		off := math.Abs(float64(p.Own) - fits)
 		speed := usualSpeed / scale
-		if off >= (recutGain-1)*fits &&
+		if p.Own > 0 && off >= (recutGain-1)*fits &&
 			off >= slowErrors*math.Hypot(float64(p.Error), scale*float64(paces[middle].Error)) {
 			speed = usualSpeed * float64(paces[middle].Own) / float64(p.Own)
 			if speed < recutGain*usualSpeed && usualSpeed < recutGain*speed {
@@ -114,7 +117,8 @@ func recut(present []int64, paces []Pace) []int64 {
 // took returns how long a member computes if a batch is cut by these speeds, as a multiple of their sum.
 func took(cut []int64, paces []Pace, i int) float64 { return float64(cut[i]) * float64(paces[i].Own) }
 
-// longest returns how long the slowest member computes, as a multiple of what the whole batch takes it alone.
+// longest returns how long the slowest member of known pace computes, as a multiple of what the whole
+// batch takes it alone.
 func longest(cut []int64, paces []Pace) (most float64) {
 	sum := 0.0
 	for i, speed := range cut {

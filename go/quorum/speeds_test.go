@@ -52,7 +52,11 @@ func TestTheSpeedsByWhichABatchIsCut(t *testing.T) {
 		{[]int64{100, 100, 100}, pacesOf(exact, 1, 1_000_000, 1_000_000), []int64{maxSpeed, 100, 100}},
 		{[]int64{maxSpeed, 100, 100}, pacesOf(exact, 1, 1_000_000, 1_000_000), []int64{maxSpeed, 100, 100}},
 		{[]int64{100}, pacesOf(exact, 100), []int64{100}},
-		{[]int64{100, 100, 100}, pacesOf(exact, 100, 0, 500), []int64{100, 100, 100}}, // one is not known
+		// members whose paces are not known keep their speeds, in relation to the others
+		{[]int64{100, 100, 100, 100}, pacesOf(ms, 0, 100, 100, 200), []int64{100, 100, 100, 50}},
+		{[]int64{50, 100, 100, 50}, pacesOf(ms, 0, 100, 100, 100), []int64{50, 100, 100, 100}},
+		{[]int64{200, 200, 200, 80}, pacesOf(ms, 100, 100, 200, 0), []int64{100, 100, 50, 40}},
+		{[]int64{100, 100, 100}, pacesOf(exact, 0, 0, 500), []int64{100, 100, 100}},
 	} {
 		assert.Equal(t, c.next, recut(c.present, c.paces), "%+v", c)
 	}

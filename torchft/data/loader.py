@@ -518,16 +518,20 @@ class ElasticDataLoader:
         number = max(plan.max_step, manager.current_step())  # that of the job, also before a heal
         if not audits.begin(manager._current, plan, number, self._plan.seed) or membership.rank is None:
             return None
-        shares = [
-            self.share(*membership._replace(rank=rank)).units for rank in range(membership.participants)
+        # Ranks of a group run as many passes, so they choose the same group: one in which
+        # all of them count units.
+        skipped, ranks = self._skipped_of(self._position), self._data_world_size
+        _, participants, speeds = membership
+        owners = [
+            rank
+            for rank in range(participants)
+            if all(self._plan.parts(self._position, rank, participants, ranks, skipped, speeds))
         ]
-        # Ranks of a group run as many passes, so they choose the same group. The units that count are first.
-        owners = [rank for rank, units in enumerate(shares) if units[0].weight]
         if not owners:
             return None
         seed = self._plan.seed
         owner = owners[chosen(number, len(owners), seed, "group")]
-        counted = [unit for unit in shares[owner] if unit.weight]
+        counted = [unit for unit in self.share(owner, participants, speeds).units if unit.weight]
         place = chosen(number, len(counted), seed, "unit")
         return AuditedUnit(place, replace(counted[place], last=False), own=owner == membership.rank)
 

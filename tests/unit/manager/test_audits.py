@@ -308,15 +308,16 @@ def test_a_step_of_which_groups_keep_gradients_is_not_audited() -> None:
 class Pair(Alone):
     """The Manager of one of two groups, which audit each step."""
 
-    def __init__(self, rank: int) -> None:
-        super().__init__()
+    def __init__(self, rank: int, group_rank: int = 0, group_world_size: int = 1, step: int = 0) -> None:
+        super().__init__(group_rank, group_world_size)
         self._rank = rank
+        self._number = step
         object.__setattr__(self._settings, "audit", 1.0)
         self._audits = audits()
         self._current = attempt()
 
     def current_step(self) -> int:
-        return 0
+        return self._number
 
     def _begin_batch(self) -> Plan:
         self._current.plan = plan(self._rank, OURS, OURS)
@@ -356,3 +357,21 @@ def test_both_groups_read_the_unit_with_the_same_random_numbers(num_workers: int
     assert rows[0] == rows[1] and rows[0].digest
     assert sorted(map(sum, number.values())) == [0, 1], "one of them has a unit more"
     assert all(not any(marks[1:]) for marks in number.values()), "and computes it first"
+
+
+@pytest.mark.parametrize(("units", "audited"), [(1, 0), (3, 1), (4, 1), (9, 1)])
+def test_the_ranks_of_a_group_run_as_many_passes(units: int, audited: int) -> None:
+    """Also where a data rank of a group has no unit that counts."""
+    data = TensorDataset(torch.arange(2 * units))
+    settings: dict[str, Any] = dict(global_batch_size=2 * units, reproducible_rng=True)
+    for number in range(6):
+        marks = [
+            [
+                [unit.audit for unit in next(make(data, Pair(group, rank, 2, number), **settings))]
+                for rank in range(2)
+            ]
+            for group in range(2)
+        ]
+        for first, second in marks:
+            assert first == second
+        assert sum(sum(first) for first, _ in marks) == audited

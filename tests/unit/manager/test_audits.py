@@ -283,6 +283,12 @@ def test_what_differs_is_named_with_rank_host_samples_and_digests() -> None:
         ([OURS, OURS], {}, None),
         ([OURS], {}, "one group takes part"),
         ([OURS, ""], {}, "group_1 have another rate or none"),
+        (["", ""], {}, "the process group of this group cannot announce the rate to the others"),
+        (
+            [],
+            {"replica_world_size": 1, "replica_ids": ["a"], "without_handles": ["a"]},
+            "the process group of this group cannot announce the rate to the others",
+        ),
         ([OURS, "1/0.5 b", "2/1.0 c"], {}, "group_1, group_2 have another rate or none"),
         ([OURS, OURS], {"replica_world_size": 3, "without_handles": ["c"]}, "c have another rate or none"),
     ],

@@ -111,7 +111,10 @@ class Audits:
         theirs = [announced(handle, AUDITS).partition(" ")[0] for handle in plan.handles]
         if theirs != [self._mine] * plan.replica_world_size:
             others = [name for name, each in zip(plan.replica_ids, theirs) if each != self._mine]
-            return f"{', '.join([*others, *plan.without_handles])} have another rate or none"
+            others += plan.without_handles
+            if plan.replica_ids[plan.replica_rank] in others:
+                return "the process group of this group cannot announce the rate to the others"
+            return f"{', '.join(others)} have another rate or none"
         return "one group takes part" if plan.participants < 2 else ""
 
     def _say(self, why: str) -> None:

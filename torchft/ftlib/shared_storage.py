@@ -129,8 +129,10 @@ class SharedStorage(Consensus):
                 names = [i.name for i in action.members] if isinstance(action, Wait) else []
                 few = f"{len(alive)} of {self._min_members} members"
                 why = f"waits for {', '.join(names)}" if names else few
-                after = f"timed out after {self._timeout.total_seconds():g} s"
-                raise TimeoutError(f"list of members in {self._files.directory}: {after}: {why}")
+                limit = self._timeout.total_seconds()
+                raise TimeoutError(
+                    f"list of members in {self._files.directory}: timed out after {limit:g} s: {why}"
+                )
 
     def clean_ip(self) -> None:
         """Removes this member's record, so that the others need not wait until it expires."""

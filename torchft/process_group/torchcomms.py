@@ -295,8 +295,8 @@ class _TorchCommsWork(_PendingWork):
         if self._pg._on_cpu:
             self._wait_elsewhere()
             if not self._ended.wait(timeout.total_seconds()):
-                late = f"{self._pg.getBackendName()}: timed out: an operation did not end within {timeout}"
-                self.end(TimeoutError(late))
+                group = self._pg.getBackendName()
+                self.end(TimeoutError(f"{group}: timed out: an operation did not end within {timeout}"))
                 self._pg.abort()
         elif self._error is None:
             self._wait_for_all(timeout)

@@ -79,7 +79,7 @@ def allowed_numbers(least: int, most: int, sizes: str = "all") -> tuple[int, ...
     elif re.fullmatch(r"[0-9]+(/[0-9]+)*", sizes):
         found = sorted({int(size) for size in sizes.split("/")})
         if outside := [n for n in found if not least <= n <= most]:
-            raise ValueError(f"sizes={sizes!r}: {outside[0]} is not within {least}:{most}")
+            raise ValueError(f"sizes={sizes!r}: {outside[0]} is outside of {least}:{most}")
     else:
         raise ValueError(
             f"sizes={sizes!r} is not allowed; allowed: all, powers_of_two, or numbers of groups such as 2/4/8"

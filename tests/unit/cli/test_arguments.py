@@ -118,7 +118,7 @@ def exits(arguments: list[str]) -> int:
         ),
         (
             ["run", "--replicas", "2:8", "--scale", "auto", "--sizes", "2/9", __file__],
-            "--sizes='2/9': 9 is not within 2:8",
+            "--sizes='2/9': 9 is outside of 2:8",
         ),
         (
             ["run", "--replicas", "2:8", "--scale", "auto", "--min-replicas", "3", __file__],

@@ -85,7 +85,7 @@ def allowed_numbers(least: int, most: int, sizes: str = "all") -> tuple[int, ...
             f"sizes={sizes!r} is not allowed; allowed: all, powers_of_two, or numbers of groups such as 2/4/8"
         )
     if not found:
-        raise ValueError(f"sizes={sizes!r}: none is within {least}:{most}")
+        raise ValueError(f"sizes={sizes!r}: none is in {least}:{most}")
     return tuple(found)
 
 

@@ -255,7 +255,7 @@ def test_the_allowed_numbers(least: int, most: int, sizes: str, numbers: tuple[i
     [
         (3, 2, "all", "3:2 groups are not allowed; allowed: MIN:MAX with MIN of at least 1"),
         (0, 2, "all", "0:2 groups are not allowed"),
-        (5, 7, "powers_of_two", "sizes='powers_of_two': none is within 5:7"),
+        (5, 7, "powers_of_two", "sizes='powers_of_two': none is in 5:7"),
         (2, 8, "2/16", "sizes='2/16': 16 is outside of 2:8"),
         (2, 8, "odd", "sizes='odd' is not allowed; allowed: all, powers_of_two, or numbers of groups"),
         (2, 8, "", "sizes='' is not allowed"),

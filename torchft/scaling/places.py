@@ -119,7 +119,7 @@ def _run(command: list[str], env: Mapping[str, str] | None = None) -> str:
             command, env={**os.environ, **(env or {})}, capture_output=True, text=True, timeout=_COMMAND_SEC
         )
     except subprocess.TimeoutExpired:
-        raise ScalerError(f"{command[0]} did not end within {_COMMAND_SEC:g} s") from None
+        raise ScalerError(f"{command[0]} timed out: it did not end within {_COMMAND_SEC:g} s") from None
     except OSError as e:
         raise ScalerError(f"{command[0]}: {e.strerror}") from None
     if done.returncode:

@@ -233,7 +233,7 @@ def _some(state: Optional[tuple[bytes, int]]) -> tuple[bytes, int]:
     ("conf", "message"),
     [
         ({"sizes": "3", "nodes": (1, 2)}, r"sizes is \"3\": 3 nodes are not within nnodes 1:2"),
-        ({"sizes": "powers_of_two", "nodes": (5, 7)}, "none is in nnodes 5:7"),
+        ({"sizes": "powers_of_two", "nodes": (5, 7)}, "none is within nnodes 5:7"),
         ({"sizes": "odd"}, 'it must be "all", "powers_of_two"'),
         ({"last_call_timeout": "soon"}, "last_call_timeout='soon' is not allowed; allowed: seconds"),
         ({"join_timeout": -1}, "join_timeout=-1 is not allowed; allowed: 0 to 86400"),

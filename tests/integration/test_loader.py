@@ -305,7 +305,7 @@ def test_a_step_in_which_a_group_fails_is_repeated() -> None:
     with Cluster(min_replicas=3) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(3)))
     check(training, ended, incomplete=frozenset({3}))
-    assert training.lost[0] == "planned"
+    assert "planned" in training.lost  # another rank may be first to see that the connection ends
 
 
 LAST = 7  # the number of the last step

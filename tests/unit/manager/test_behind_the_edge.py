@@ -42,6 +42,9 @@ ALLOWED = {
     ("_manager/observe/hangs.py", "getattr(importlib.import_module('torch._C._distributed_c10d'), name)"): (
         "depends on how PyTorch was built"
     ),
+    ("_manager/checks/audits.py", "hasattr(module, 'set_requires_gradient_sync')"): (
+        "a model of the user that FSDP2 shards is refused"
+    ),
     ("_manager/settings.py", "getattr(settings, name)"): "a field of the settings, by its name",
     ("_quantization/exchange.py", "getattr(pg, '_peers_now', lambda: pg)"): "public functions get any "
     "process group",

@@ -76,7 +76,7 @@ class GroupState:
     state: str = "starting"
     step: int = 0
     fruitless: int = 0  # consecutive incarnations that took part in no step
-    codes: Sequence[int] = ()  # the exit codes of their scripts, negative for a signal
+    codes: Sequence[int] = ()  # the exit codes of their scripts, negative for a signal; 0: not known
     took_part: bool = False  # whether this incarnation participated in a step, or is ready to
     restart_at: float | None = None
     leaving: bool = False
@@ -287,13 +287,14 @@ class LocalJob:
                 self._start(member)
         elif status == 0:
             member.state, member.failed = "done", ""
-        elif self._is_late(member, status):
-            member.state = FAILED if member.failed else LATE
         else:
-            self._note_end(member, status)
+            code = exit_code(member.group.log) if status > 0 else status  # 0: torchrun reports none
+            if self._is_late(member, code):
+                member.state = FAILED if member.failed else LATE
+                return
+            self._note_end(member, code or status)
             member.fruitless = 0 if member.took_part else member.fruitless + 1
-            code = exit_code(member.group.log) if status > 0 else status
-            member.codes = [*member.codes[-member.fruitless + 1 :], code] if member.fruitless else []
+            member.codes = [*member.codes, code] if member.fruitless else []
             error = error_of(member.group.log) if member.fruitless else ""
             self._end_if_repeated(member, error)
             delay = restart_delay(member.fruitless)
@@ -307,31 +308,25 @@ class LocalJob:
                 member.state = f"ended with status {status}"
             member.restart_at = now + delay
 
-    def _is_late(self, member: GroupState, status: int) -> bool:
-        """Whether a restarted group was told that the training has ended. A script may use that status."""
-        return (
-            status > 0
-            and member.group.starts > 1
-            and exit_code(member.group.log) == LATE_STATUS
-            and self._has_ended()
-        )
+    def _is_late(self, member: GroupState, code: int) -> bool:
+        """Whether a restarted group was told that the training has ended. A script may use that code, too."""
+        return code == LATE_STATUS and member.group.starts > 1 and self._has_ended()
 
     def _has_ended(self) -> bool:
         return bool(status(self._lighthouse).get("ended") == self._run)
 
-    def _note_end(self, member: GroupState, failed: int) -> None:
+    def _note_end(self, member: GroupState, code: int) -> None:
         """Remembers how a life of a group has failed, if the training was complete. The next one may resume
         from a checkpoint of the last step, and run to its end; or it is told that the training has ended.
 
         Args:
             member: the group.
-            failed: the exit status of its agent.
+            code: the exit code of its script, negative for a signal.
         """
         if not self._has_ended():
             return
         self._trained = True  # perhaps faster than this looks
-        log = member.group.log
-        code = member.code = failed if failed < 0 else exit_code(log) or failed
+        log, member.code = member.group.log, code
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         error = error_of(log) if code > 0 else ""
         member.failed = (

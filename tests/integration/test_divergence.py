@@ -4,7 +4,6 @@ configured.
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.bounded import often
-from tests.integration.cluster import DEADLINE, Cluster, Rank, results
+from tests.integration.cluster import DEADLINE, Cluster, Rank, records_of, results
 from torchft._manager.checks.divergence import EXCHANGE, LEAST_SWEEP
 from torchft._manager.checks.replicas import Diverged
 from torchft.checkpointing.codec.digest import combine, digest, memory_of
@@ -115,23 +114,10 @@ class Training:
         self.flipped[step] = name
 
 
-class Records(logging.Handler):
-    """Keeps the log records of the groups."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[Any] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-
 @pytest.fixture
 def reported() -> Iterator[list[Any]]:
-    handler, logger = Records(), logging.getLogger("torchft_divergences")
-    logger.addHandler(handler)
-    yield handler.records
-    logger.removeHandler(handler)
+    with records_of("torchft_divergences") as records:
+        yield records
 
 
 def run(training: Training) -> list[Any]:

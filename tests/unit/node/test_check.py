@@ -1,4 +1,4 @@
-"""What the check of a node prints, and its status."""
+"""The output of the check of a node, and its status."""
 
 from __future__ import annotations
 

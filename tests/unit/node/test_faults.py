@@ -1,4 +1,4 @@
-"""What the kernel log and NVML say about broken hardware."""
+"""Broken hardware, as the kernel log and NVML report it."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_what_was_written_since_the_last_report_is_found(
         assert [one.step for one in remote.held(lighthouse, JOB, said.append)] == [step, step - 1]
     assert said == []
     host.end()
-    # What it has told the lighthouse could not be fetched.
+    # The slot that it has told the lighthouse could not be fetched.
     wait_until(lambda: not remote.held(lighthouse, JOB, said.append))
     assert f"the copies of {socket.gethostname()} are not found, its keeper does not answer" in said[0]
 

@@ -186,8 +186,8 @@ class ElasticDataLoader:
         self._ended = 0  # of a stream: the turns that have ended in this epoch, see StreamPlan.after
         # of a stream: position and ended turns after this step
         self._following: Optional[tuple[DataPosition, int]] = None
-        # membership and position of the forecast's next step
-        self._forecast: Optional[tuple[Membership, DataPosition]] = None
+        # membership, skipped units and position of the forecast's next step
+        self._forecast: Optional[tuple[Membership, frozenset[str], DataPosition]] = None
         # The last unit of a group that does not participate. One that heals over steps stays at its position.
         self._again: Optional[tuple[Key, Any]] = None
         self._account = Account()  # counts the samples of LocalSGD's or DiLoCo's inner steps
@@ -332,9 +332,9 @@ class ElasticDataLoader:
             position = DataPosition()  # any position is valid, because the weight is 0
         of_rank = rank, participants, self._data_rank, self._data_world_size
         skipped = self._skipped_of(position)
-        if kept or own or skipped:
+        if kept or own:
             return self._plan.share(position, *of_rank, kept, own, speeds, skipped)
-        return self._shares(position, *of_rank, speeds=speeds)
+        return self._shares(position, *of_rank, speeds=speeds, skipped=skipped)
 
     def check_samples(self, counted: int, participants: int) -> None:
         """Raises SamplesDiffer unless a step at this position has ``counted`` samples for this data rank."""
@@ -688,10 +688,11 @@ class ElasticDataLoader:
             self._states_loaded = False
             self._stop_reading()
         more = [] if audited is None or audited.own else [audited.unit]
-        if more or self._forecast != (membership, share.position):
+        skipped = self._skipped_units
+        if more or self._forecast != (membership, skipped, share.position):
             self._lanes.expect(lambda: self._foresee(membership, share, more))
         following = self._next(share.position)
-        self._forecast = None if membership.rank is None else (membership, following)
+        self._forecast = None if membership.rank is None else (membership, skipped, following)
 
     def _next(self, position: DataPosition) -> DataPosition:
         """The next position, as far as it is known."""
@@ -702,8 +703,8 @@ class ElasticDataLoader:
     def _foresee(
         self, membership: Membership, share: RankShare, more: Sequence[PlannedUnit]
     ) -> Iterator[Task]:
-        """Yields the units from this step on, for an unchanged membership; first some more of this step. If
-        the group does not participate, only those of this step.
+        """Yields the units from this step on, for an unchanged membership and unchanged skipped units; first
+        some more of this step. If the group does not participate, only those of this step.
         """
         yield from (Task(Key(share.position, unit.number), unit) for unit in more)
         while True:
@@ -713,9 +714,8 @@ class ElasticDataLoader:
             if membership.rank is None or position == self._plan.end:
                 return
             rank, participants, speeds = membership
-            share = self._shares(
-                position, rank, participants, self._data_rank, self._data_world_size, speeds=speeds
-            )
+            of_rank = rank, participants, self._data_rank, self._data_world_size
+            share = self._shares(position, *of_rank, speeds=speeds, skipped=self._skipped_of(position))
 
     def _read(self, step: LoaderStep, place: int) -> Unit:
         position, unit = step.position, step.planned(place)

@@ -495,10 +495,12 @@ class Skipping(Alone):
     """The Manager of a group of a quorum that leaves out units."""
 
     skipped: tuple[str, ...] = ()
+    participating_rank, participants = 0, 1
 
     def _begin_batch(self) -> QuorumPlan:
         fields = {**super()._begin_batch().__dict__}
         fields.update(skipped=self.skipped, leads=True)
+        fields.update(participating_rank=self.participating_rank, participants=self.participants)
         return QuorumPlan(**fields)
 
 
@@ -529,6 +531,25 @@ def test_a_unit_that_the_quorum_names_is_left_out_and_written_down(
         (line,) = written.read_text().splitlines()
         expected = {"step": 0, "epoch": 0, "batch": 1, "unit": 1, "indices": [6, 7]}
         assert json.loads(line) == expected
+
+
+def test_the_units_after_one_that_is_left_out_are_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    manager = Skipping()
+    manager.participating_rank, manager.participants = 1, 2
+    manager._current = SimpleNamespace(unit=None, skip="")
+    loader = make(manager=manager, epochs=2, shuffle=False, on_poison="skip", micro_batch_size=1)
+    skipped = {1: [2], 4: [3]}  # by step; the first is known from the begin, the second at its step
+    manager.skipped = ("0.1.2",)
+    for number, (step, units) in enumerate(train(loader)):
+        position = step.position
+        left = skipped.get(number, ())
+        expected = DataPlan(10, 4, 1, shuffle=False, epochs=2).share(position, 1, 2, skipped=left).units
+        assert [list(unit.indices) for unit in units] == [list(unit.indices) for unit in expected]
+        if number == 3:
+            manager.skipped = ("0.1.2", "1.1.3")
 
 
 def test_units_are_left_out_only_where_it_is_possible() -> None:

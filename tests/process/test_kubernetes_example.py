@@ -15,7 +15,7 @@ from test_train_demo import EXAMPLES
 
 from torchft._job import start
 
-MANIFESTS = EXAMPLES / "kubernetes"
+MANIFESTS = EXAMPLES / "kubernetes" / "base"
 REPOSITORY = EXAMPLES.parent.parent
 
 
@@ -24,39 +24,6 @@ def manifests(path: Path) -> list[dict[str, Any]]:
         "yaml", reason="reading the manifests needs PyYAML, which comes with torch's own tools"
     )
     return list(yaml.safe_load_all(path.read_text()))
-
-
-def test_the_addresses_of_groups_and_probes_are_those_of_the_lighthouse() -> None:
-    claim, deployment, service = manifests(MANIFESTS / "lighthouse.yaml")
-    pod = deployment["spec"]["template"]
-    assert (
-        pod["metadata"]["labels"]
-        == deployment["spec"]["selector"]["matchLabels"]
-        == service["spec"]["selector"]
-    )
-    (container,) = pod["spec"]["containers"]
-    command = [*container["command"], *container["args"]]
-    check(" ".join(command))
-    port = container["ports"][0]["containerPort"]
-    assert f"--bind=[::]:{port}" in command and service["spec"]["ports"] == [{"port": port}]
-    assert {container[probe]["httpGet"]["port"] for probe in ("readinessProbe", "livenessProbe")} == {port}
-    assert deployment["spec"]["replicas"] == 1 and deployment["spec"]["strategy"]["type"] == "Recreate"
-    state = next(argument for argument in command if argument.startswith("--state_dir="))
-    (mount,), (volume,) = container["volumeMounts"], pod["spec"]["volumes"]
-    assert mount == {"name": volume["name"], "mountPath": state.partition("=")[2]}
-    # The state survives a pod only on the volume of the claim. Only one pod at a time may use it, so the
-    # strategy is Recreate.
-    assert claim["kind"] == "PersistentVolumeClaim" and claim["spec"]["accessModes"] == ["ReadWriteOnce"]
-    assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
-
-    # Otherwise the lighthouse could not write there.
-    user = f"USER {pod['spec']['securityContext']['fsGroup']}"
-    assert user in (REPOSITORY / "Dockerfile").read_text().splitlines()
-
-    (job,) = manifests(MANIFESTS / "groups.yaml")
-    (group,) = job["spec"]["template"]["spec"]["containers"]
-    values = {variable["name"]: variable.get("value") for variable in group["env"]}
-    assert values["TORCHFT_LIGHTHOUSE"] == f"http://{service['metadata']['name']}:{port}"
 
 
 def test_three_lighthouses_know_each_other_by_the_names_of_their_pods() -> None:
@@ -83,9 +50,14 @@ def test_three_lighthouses_know_each_other_by_the_names_of_their_pods() -> None:
     ]
     (mount,), (claim,) = container["volumeMounts"], spec["volumeClaimTemplates"]
     assert mount["name"] == claim["metadata"]["name"] and f"--state_dir={mount['mountPath']}" in command
-    # Groups that name the one lighthouse reach the three by the same name.
-    one = next(each for each in manifests(MANIFESTS / "lighthouse.yaml") if each["kind"] == "Service")
-    assert service["metadata"]["name"] == one["metadata"]["name"]
+    # Otherwise the lighthouse could not write there.
+    user = f"USER {spec['template']['spec']['securityContext']['fsGroup']}"
+    assert user in (REPOSITORY / "Dockerfile").read_text().splitlines()
+
+    (job,) = manifests(MANIFESTS / "groups.yaml")
+    (group,) = job["spec"]["template"]["spec"]["containers"]
+    values = {variable["name"]: variable.get("value") for variable in group["env"]}
+    assert values["TORCHFT_LIGHTHOUSE"] == ",".join(own)
 
 
 def test_each_pod_is_a_group_with_its_own_number() -> None:

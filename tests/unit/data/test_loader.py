@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import multiprocessing
 import os
 import random
 import signal
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -491,17 +493,16 @@ class Steps:
         pass
 
 
-class Skipping(Alone):
-    """The Manager of a group of a quorum that leaves out units."""
+class Quorums(Alone):
+    """The Manager of a group whose quorums are given."""
 
-    skipped: tuple[str, ...] = ()
-    participating_rank, participants = 0, 1
+    def __init__(self, **quorum: Any) -> None:
+        super().__init__()
+        self.quorum = quorum
+        self._current = SimpleNamespace(unit=None, skip="")
 
     def _begin_batch(self) -> QuorumPlan:
-        fields = {**super()._begin_batch().__dict__}
-        fields.update(skipped=self.skipped, leads=True)
-        fields.update(participating_rank=self.participating_rank, participants=self.participants)
-        return QuorumPlan(**fields)
+        return replace(super()._begin_batch(), **self.quorum)
 
 
 @pytest.mark.parametrize("on_poison", ["stop", "skip"])
@@ -509,8 +510,7 @@ def test_a_unit_that_the_quorum_names_is_left_out_and_written_down(
     on_poison: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    manager = Skipping()
-    manager._current = SimpleNamespace(unit=None, skip="")
+    manager = Quorums(leads=True, skipped=())
     loader = make(manager=manager, shuffle=False, on_poison=on_poison)
     seen: list[list[int]] = []
     for step in loader:
@@ -521,7 +521,7 @@ def test_a_unit_that_the_quorum_names_is_left_out_and_written_down(
         assert (manager._current.unit, manager._current.skip) == (None, ""), "what follows is of no unit"
         if step.position.batch == 1:
             assert names == (["0.1.0"] if on_poison == "skip" else ["", ""])
-        manager.skipped = ("0.1.1", "7.7.7", "another name")  # from the second step on
+        manager.quorum["skipped"] = ("0.1.1", "7.7.7", "another name")  # from the second step on
         manager.decide(True)
     assert seen == [[0, 1], [2, 3], [4, 5], *([[6, 7]] if on_poison == "stop" else []), [8, 9]]
     written = tmp_path / "torchft_skipped_units.jsonl"
@@ -533,23 +533,42 @@ def test_a_unit_that_the_quorum_names_is_left_out_and_written_down(
         assert json.loads(line) == expected
 
 
-def test_the_units_after_one_that_is_left_out_are_read_ahead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("seed", range(20))
+def test_each_step_has_its_planned_units_whatever_changes(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Units are read ahead for an unchanged quorum: members, speeds and units that are left out change, steps
+    are lost, and heals set the position.
+    """
     monkeypatch.chdir(tmp_path)
-    manager = Skipping()
-    manager.participating_rank, manager.participants = 1, 2
-    manager._current = SimpleNamespace(unit=None, skip="")
-    loader = make(manager=manager, epochs=2, shuffle=False, on_poison="skip", micro_batch_size=1)
-    skipped = {1: [2], 4: [3]}  # by step; the first is known from the begin, the second at its step
-    manager.skipped = ("0.1.2",)
-    for number, (step, units) in enumerate(train(loader)):
-        position = step.position
-        left = skipped.get(number, ())
-        expected = DataPlan(10, 4, 1, shuffle=False, epochs=2).share(position, 1, 2, skipped=left).units
-        assert [list(unit.indices) for unit in units] == [list(unit.indices) for unit in expected]
-        if number == 3:
-            manager.skipped = ("0.1.2", "1.1.3")
+    chance, manager = random.Random(seed), Quorums(participants=2, skipped=("0.0.1",))
+    sizes = dict(global_batch_size=6, micro_batch_size=1, epochs=8)
+    loader, plan = (
+        make(manager=manager, seed=seed, on_poison="skip", **sizes),
+        DataPlan(10, seed=seed, **sizes),
+    )
+    saved, quorum = loader.state_dict(), manager.quorum
+    for step in itertools.islice(loader, 100):
+        units, at = list(step), step.position
+        skipped = [unit for unit in range(6) if f"{at.epoch}.{at.batch}.{unit}" in quorum["skipped"]]
+        members = quorum.get("participating_rank", 0), quorum["participants"]
+        planned = plan.share(at, *members, speeds=quorum.get("speeds", ()), skipped=skipped).units
+        assert [(unit.indices, unit.weight) for unit in units] == [
+            (unit.indices, unit.weight) for unit in planned
+        ]
+        assert all(unit.data[0].tolist() == list(unit.indices) for unit in units)
+        manager.decide(chance.random() < 0.8)
+        if chance.random() < 0.3:
+            groups = quorum["participants"] = chance.randint(1, 4)
+            quorum["participating_rank"] = chance.choice([None, *range(groups)])
+            quorum["speeds"] = chance.choice([(), tuple(chance.choices(range(1, 5), k=groups))])
+        if chance.random() < 0.3:
+            name = f"{chance.randrange(8)}.{chance.randrange(2)}.{chance.randrange(3)}"
+            quorum["skipped"] = (*quorum["skipped"], name)
+        if chance.random() < 0.1:
+            loader.load_state_dict(saved)
+        elif chance.random() < 0.1:
+            saved = loader.state_dict()
 
 
 def test_units_are_left_out_only_where_it_is_possible() -> None:

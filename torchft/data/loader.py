@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -22,13 +21,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, Optional
 import torch
 from torch.distributed import AllreduceOptions
 
-from torchft._manager.checks.audit import chosen
 from torchft._manager.edge import device_of
 from torchft.data._lanes import lanes_of_indices, lanes_of_stream
 from torchft.data._prefetch import Key, ReadFailed, Task
 from torchft.data._reproducible import ReproducibleSum, group_of_ranks
+from torchft.data._skipped import SkippedUnits
 from torchft.data._source_states import SourceStates
-from torchft.data._step import AuditedUnit, LoaderStep, Membership, Unit, UnitsSkipped
+from torchft.data._step import AuditedUnit, LoaderStep, Membership, Unit, UnitsSkipped, audited_unit
 from torchft.data._stream_reader import Read, is_stream, shards_of
 from torchft.data.agreement import GroupAction, next_action
 from torchft.data.local_steps import Account
@@ -48,7 +47,6 @@ logger: logging.Logger = logging.getLogger(__name__)
 # Others may have other kernels, and other random numbers for the same seed.
 _TORCH = ".".join(torch.__version__.split(".")[:2])
 STATE_KEY = "torchft.data"  # key of the position in the state of a heal
-SKIPPED_UNITS = "torchft_skipped_units.jsonl"  # in the working directory: see on_poison
 _OF_NO_STEP = "of_no_step"  # marks a state that was saved with weights of no step
 
 # Arguments of PyTorch's DataLoader that are refused because the job's plan determines them.
@@ -139,9 +137,6 @@ class ElasticDataLoader:
         settings = manager._settings
         self._manager = manager
         self._stream: Optional[StreamPlan] = None
-        self._skips = on_poison == "skip"
-        self._skipped_units: frozenset[str] = frozenset()  # that all groups leave out, by name_to_skip
-        self._records_skips = False  # whether this rank writes them down
         self._audits = manager._audits if settings.audit else None
         if self._audits is not None and not (reproducible_rng and not is_stream(dataset)):
             raise ValueError(
@@ -149,11 +144,12 @@ class ElasticDataLoader:
                 "reproducible_rng=True and a dataset with __getitem__ and __len__, or audit=0"
             )
         if is_stream(dataset):
-            _check_stream(shuffle, reproducible_rng, self._skips, settings)
+            _check_stream(shuffle, reproducible_rng, on_poison == "skip", settings)
             self._stream = StreamPlan.of(global_batch_size, micro_batch_size, epochs, shards_of(dataset))
         self._plan = self._stream or DataPlan(
             len(dataset), global_batch_size, micro_batch_size, shuffle, seed, epochs
         )
+        self._left_out = SkippedUnits(on_poison == "skip", self._plan, manager._logger)
         # A share is computed when its units are read ahead, by each lane, and again in its step.
         self._shares = lru_cache(maxsize=32)(self._plan.share)
         self._position = DataPosition()
@@ -229,7 +225,7 @@ class ElasticDataLoader:
             f"reduction_in_group={self._reduction_in_group}",
             f"reproducible_rng={self._reproducible_rng}",
             f"torch={_TORCH}",
-            *(["on_poison=skip"] if self._skips else []),
+            *(["on_poison=skip"] if self._left_out.enabled else []),
         ]
 
     @property
@@ -331,7 +327,7 @@ class ElasticDataLoader:
         if rank is None and self.at_end:
             position = DataPosition()  # any position is valid, because the weight is 0
         of_rank = rank, participants, self._data_rank, self._data_world_size
-        skipped = self._skipped_of(position)
+        skipped = self._left_out.of(position)
         if kept or own:
             return self._plan.share(position, *of_rank, kept, own, speeds, skipped)
         return self._shares(position, *of_rank, speeds=speeds, skipped=skipped)
@@ -344,32 +340,6 @@ class ElasticDataLoader:
             self.share(None, participants).check(counted)
         else:
             self._following = self._stream.after(self._position, self._ended, counted)
-
-    def name_to_skip(self, position: DataPosition, unit: int) -> str:
-        """The name of a unit of a batch, by which all groups leave it out if it ends two of them. Empty: they
-        do not.
-        """
-        return f"{position.epoch}.{position.batch}.{unit}" if self._skips else ""
-
-    def _skipped_of(self, position: DataPosition) -> frozenset[int]:
-        """The numbers of the units of a batch that all groups leave out."""
-        if not self._skipped_units:
-            return frozenset()
-        units = range(self._plan.num_units(position))
-        return frozenset(n for n in units if self.name_to_skip(position, n) in self._skipped_units)
-
-    def _record_skips(self, step: int) -> None:
-        """Writes down which samples are in no step."""
-        at = self._position
-        for unit in sorted(self._skipped_of(at)):
-            indices = list(self._plan.indices(at, unit))
-            self._manager._logger.warn(f"step {step} is committed without a unit that ends groups: {indices}")
-            line = {"step": step, "epoch": at.epoch, "batch": at.batch, "unit": unit, "indices": indices}
-            try:
-                with open(SKIPPED_UNITS, "a") as file:
-                    file.write(json.dumps(line) + "\n")
-            except OSError as e:
-                self._manager._logger.warn(f"{SKIPPED_UNITS} cannot be written: {e}")
 
     @property
     def is_stream(self) -> bool:
@@ -398,7 +368,7 @@ class ElasticDataLoader:
             return
         self._check_units(self._step)
         if self._exact is not None and not (self._step is None and self.at_end):
-            skipped = len(self._skipped_of(self._position))
+            skipped = len(self._left_out.of(self._position))
             self._exact.verify(self._plan.num_units(self._position) - skipped)
 
     def _check_units(self, step: Optional[LoaderStep]) -> None:
@@ -424,8 +394,7 @@ class ElasticDataLoader:
             ended.committed = committed
             self._kept_counted = ended.counted
         if committed:
-            if self._skipped_units and self._records_skips:
-                self._record_skips(step)
+            self._left_out.committed(step, self._position)
             if self._exact is not None:
                 self._exact.commit()
             if following is None:
@@ -482,14 +451,12 @@ class ElasticDataLoader:
         membership = Membership(plan.participating_rank, plan.participants, plan.speeds)
         again = manager._again
         kept = self._kept(plan)
-        # What a group keeps of a unit counts.
-        counts = {self.name_to_skip(self._position, unit) for unit in kept}
-        self._skipped_units = frozenset(plan.skipped) - counts if self._skips else frozenset()
-        self._records_skips = plan.leads and manager._settings.group_rank == 0
+        records = plan.leads and manager._settings.group_rank == 0
+        self._left_out.begin(plan.skipped, self._position, kept, records)
         share = self.share(*membership, kept, again.units)
         if membership.rank is not None and again.enabled:
             rank, participants, speeds = membership
-            left = kept | self._skipped_of(share.position)
+            left = kept | self._left_out.of(share.position)
             parts = self._plan.parts(share.position, rank, participants, self._data_world_size, left, speeds)
             again.computes(share.position, itertools.chain(*parts))
         audited = self._audited(plan, membership)
@@ -518,22 +485,14 @@ class ElasticDataLoader:
         number = max(plan.max_step, manager.current_step())  # that of the job, also before a heal
         if not audits.begin(manager._current, plan, number, self._plan.seed) or membership.rank is None:
             return None
-        # Ranks of a group run as many passes, so they choose the same group: one in which
-        # all of them count units.
-        skipped, ranks = self._skipped_of(self._position), self._data_world_size
-        _, participants, speeds = membership
-        owners = [
-            rank
-            for rank in range(participants)
-            if all(self._plan.parts(self._position, rank, participants, ranks, skipped, speeds))
-        ]
-        if not owners:
-            return None
-        seed = self._plan.seed
-        owner = owners[chosen(number, len(owners), seed, "group")]
-        counted = [unit for unit in self.share(owner, participants, speeds).units if unit.weight]
-        place = chosen(number, len(counted), seed, "unit")
-        return AuditedUnit(place, replace(counted[place], last=False), own=owner == membership.rank)
+        return audited_unit(
+            self._plan,
+            self._position,
+            number,
+            membership,
+            (self._data_rank, self._data_world_size),
+            self._left_out.of(self._position),
+        )
 
     def _kept(self, plan: Plan) -> frozenset[int]:
         """The units whose gradients the groups of a quorum keep from an earlier attempt at this step."""
@@ -602,7 +561,7 @@ class ElasticDataLoader:
                 f"audit={self._manager._settings.audit:g}: with LocalSGD and DiLoCo groups have different "
                 "weights between two averages, so no other group can compute a unit again: give audit=0"
             )
-        if self._skips:
+        if self._left_out.enabled:
             raise ValueError(
                 "on_poison is 'skip': with LocalSGD and DiLoCo, whose groups take inner steps without the "
                 "others, only 'stop' is allowed"
@@ -688,7 +647,7 @@ class ElasticDataLoader:
             self._states_loaded = False
             self._stop_reading()
         more = [] if audited is None or audited.own else [audited.unit]
-        skipped = self._skipped_units
+        skipped = self._left_out.names
         if more or self._forecast != (membership, skipped, share.position):
             self._lanes.expect(lambda: self._foresee(membership, share, more))
         following = self._next(share.position)
@@ -715,7 +674,7 @@ class ElasticDataLoader:
                 return
             rank, participants, speeds = membership
             of_rank = rank, participants, self._data_rank, self._data_world_size
-            share = self._shares(position, *of_rank, speeds=speeds, skipped=self._skipped_of(position))
+            share = self._shares(position, *of_rank, speeds=speeds, skipped=self._left_out.of(position))
 
     def _read(self, step: LoaderStep, place: int) -> Unit:
         position, unit = step.position, step.planned(place)

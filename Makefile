@@ -156,7 +156,7 @@ lock: $(VENV)/with-lock ## move the versions of all tools to the newest, and run
 	$(PY) python/build/lock.py
 	$(MAKE) lint test docs wheel
 
-lint: lint-go lint-style lint-imports lint-types lint-docker lint-workflows lint-docs lint-commits ## gofmt, go vet, golangci-lint, ruff, import-linter, pyrefly, hadolint, actionlint, links and settings of the pages, commit subjects (-k: all of them)
+lint: lint-go lint-style lint-spelling lint-imports lint-types lint-docker lint-workflows lint-docs lint-commits ## gofmt, go vet, golangci-lint, ruff, codespell, import-linter, pyrefly, hadolint, actionlint, links and settings of the pages, commit subjects (-k: all of them)
 
 lint-go: $(PY)
 	@unformatted="$$(gofmt -l go)" || exit; test -z "$$unformatted" || { echo "gofmt -w these: $$unformatted" >&2; exit 1; }
@@ -166,6 +166,10 @@ lint-go: $(PY)
 lint-style: $(VENV)/with-lint
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+
+# The words that it accepts are in pyproject.toml.
+lint-spelling: $(VENV)/with-lint
+	$(VENV)/bin/codespell *.md *.py *.toml *.yml Makefile csrc docs go proto python tests torchft
 
 lint-imports: $(VENV)/with-lint
 	$(VENV)/bin/lint-imports --no-cache

@@ -47,7 +47,7 @@ LOADER = _PREFIX + "loader"  # the kind of data loader that weights this group's
 LAYOUT = "layout"
 
 
-_VERSIONS = "two neighbouring minor releases, while the groups are upgraded one by one"
+_VERSIONS = "two neighboring minor releases, while the groups are upgraded one by one"
 
 
 class Setting(NamedTuple):

@@ -4,7 +4,7 @@ Each rank sends each peer the codes of one slice of its tensors, adds up the sli
 an allreduce) sends the codes of the sum to all peers. So values are rounded twice in an allreduce and once in
 a reduce_scatter; `torchft.quantization` has the error bounds of one rounding. With n ranks the error of an
 allreduce is at most the sum of the errors of the n inputs, plus the error of the sum. A bound depends on the
-largest value in a block, which is 2048 neighbouring elements of a tensor. All ranks get the same bits.
+largest value in a block, which is 2048 neighboring elements of a tensor. All ranks get the same bits.
 
 NaN and infinities in any input become NaN in the result; only that element is affected.
 

@@ -104,7 +104,7 @@ func TestBadArgsAreNamed(t *testing.T) {
 		{[]string{"--min_replicas", "1", "--max_joins_per_second", "0"},
 			"max_joins_per_second is 0: it must be at least 1"},
 		{[]string{"--min_replicas", "1", "--allow_remote_kill=perhaps"}, "perhaps"},
-		{[]string{"--min_replicas", "1", "--colour", "red"}, "unknown flag: --colour; see --help"},
+		{[]string{"--min_replicas", "1", "--color", "red"}, "unknown flag: --color; see --help"},
 		{[]string{"--é", "1"}, "unknown flag: --é; see --help"},
 		{[]string{"-m", "1"}, "'m' in -m; see --help"},
 		{[]string{"--min_replicas", "1", "--cluster", "http://localhost:29510"},

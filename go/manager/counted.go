@@ -22,7 +22,7 @@ var Counters = map[string]Counter{
 	},
 	"nonfinite_syncs": {
 		"torchft_manager_nonfinite_syncs_total",
-		"Synchronisations of its ranks (LocalSGD, DiLoCo) whose average held NaN or Inf, and was used.",
+		"Synchronizations of its ranks (LocalSGD, DiLoCo) whose average held NaN or Inf, and was used.",
 	},
 }
 

@@ -13,7 +13,7 @@ import (
 // all members train until that step, and ask for the next quorum there (Round).
 //
 // A quorum stands if all of its members attend by stream and are at the same step with the same weights. So
-// the one in which a member heals does not, nor does the one of step 0, in which the groups synchronise their
+// the one in which a member heals does not, nor does the one of step 0, in which the groups synchronize their
 // initial weights, nor one with a group that asks for each step (Member.AsksEachStep). While a quorum does
 // not stand, its members ask for each step.
 //

@@ -136,7 +136,7 @@ func (r *scribe) run(words []string) []string {
 			ReplicaID: cmp.Or(transcript.Option(args, "member"), "g"), Reason: "no progress"})
 	case "drained":
 		return r.step(Drained{})
-	case "signalled":
+	case "signaled":
 		return r.step(DrainAsked{})
 	case "asked":
 		return r.step(ProgressAsked{})

@@ -26,11 +26,11 @@ type rank struct {
 	kill   context.CancelFunc
 
 	// The job's mu guards these.
-	comm      *comm
-	flaky     bool  // its next collective fails at the end
-	loseVote  bool  // the next decision does not reach this rank
-	signalled bool  // it was asked to leave
-	broken    int64 // the last quorum of which a member failed
+	comm     *comm
+	flaky    bool  // its next collective fails at the end
+	loseVote bool  // the next decision does not reach this rank
+	signaled bool  // it was asked to leave
+	broken   int64 // the last quorum of which a member failed
 
 	// Only run uses these.
 	last   recovery.Result    // of its last quorum
@@ -220,7 +220,7 @@ func (r *rank) attempt() error {
 		if args.ShrinkOnly = r.g.shrink > 0; args.ShrinkOnly && r.index == 0 {
 			r.g.shrink--
 		}
-		if args.Drain = r.signalled; args.Drain {
+		if args.Drain = r.signaled; args.Drain {
 			judge.wants(r.g.life)
 		}
 	})

@@ -98,7 +98,7 @@ func (g *group) strike(f *fault) {
 		}
 	case signal:
 		r := g.ranks[min(int(f.n), len(g.ranks)-1)]
-		g.note(func(*judge) { r.signalled, g.life.hinted = true, true })
+		g.note(func(*judge) { r.signaled, g.life.hinted = true, true })
 		if client := r.client; client != nil {
 			fttest.RequestDrain(client) // the report may be lost: the rank's next request repeats it
 		}

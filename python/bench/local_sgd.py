@@ -1,4 +1,4 @@
-"""Bytes sent, memory and time of a synchronisation of LocalSGD and DiLoCo, compared with upstream.
+"""Bytes sent, memory and time of a synchronization of LocalSGD and DiLoCo, compared with upstream.
 
 Two groups as processes on Gloo over loopback, a model of four equal layers. Both sides run the same script, a
 process for each group, and take turns.

@@ -1,7 +1,7 @@
 """One replica group of the local_sgd benchmark, with the torchft on PYTHONPATH.
 
 Bytes are counted by the kernel on this process's TCP connections, including the headers of collectives and
-the control plane. Memory is the growth of the resident set during a synchronisation. In the processes whose
+the control plane. Memory is the growth of the resident set during a synchronization. In the processes whose
 memory is measured, local_sgd.py sets MALLOC_MMAP_THRESHOLD_, because memory that malloc keeps after a free
 would not be counted when it is reused.
 """
@@ -102,7 +102,7 @@ def run(
     pg.shutdown()
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     return {
-        # For one synchronisation of the whole model, as a multiple of its size.
+        # For one synchronization of the whole model, as a multiple of its size.
         "sent": sent.total / syncs / nbytes,
         "peak": (peak - rest) / nbytes,
         "ms": 1000 * blocked / syncs,

@@ -51,7 +51,7 @@ CHAOS = (
     ("auto", "--kind=gloo", "--groups=3", "--heal=auto"),
 )
 UNITS = {"s": 1, "m": 60, "h": 3600}
-# Patterns of log lines that summarise a part or its failure; the report shows the last match.
+# Patterns of log lines that summarize a part or its failure; the report shows the last match.
 WHAT = "|".join(
     (
         r"^=+ (.*\b(?:passed|failed|error).*) =+$",  # pytest

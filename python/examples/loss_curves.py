@@ -23,15 +23,13 @@ def draw(groups: list[Group], path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for group in groups:
-        colour, name = f"C{group.number}", f"group {group.number}"
+        color, name = f"C{group.number}", f"group {group.number}"
         found = [life for life in lives(group.events) if life]
         for i, life in enumerate(found):
             steps, losses = [event["step"] for event in life], smoothed([event["loss"] for event in life])
-            axes.plot(steps, losses, color=colour, label=name if i == 0 else None)
+            axes.plot(steps, losses, color=color, label=name if i == 0 else None)
             if i < len(found) - 1:
-                axes.plot(
-                    steps[-1], losses[-1], "x", color=colour, label=f"{name} killed" if i == 0 else None
-                )
+                axes.plot(steps[-1], losses[-1], "x", color=color, label=f"{name} killed" if i == 0 else None)
     axes.set(xlabel="step", ylabel="training loss", title="Loss of each replica group")
     axes.legend()
     axes.grid(alpha=0.3)

@@ -1,5 +1,5 @@
 """DiLoCo of a model on a device: the results equal those on a CPU, the backup is in pinned memory, and a
-synchronisation allocates no memory.
+synchronization allocates no memory.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_all_ranks_leave_after_the_same_step(cluster: Cluster) -> None:
-    """The signalled rank does not have the manager server. It runs on the main thread, which runs signal
+    """The signaled rank does not have the manager server. It runs on the main thread, which runs signal
     handlers.
     """
     ready, told = threading.Barrier(2 * RANKS), threading.Barrier(2 * RANKS)
@@ -42,8 +42,8 @@ def test_all_ranks_leave_after_the_same_step(cluster: Cluster) -> None:
 
     def loop(rank: Rank) -> list[tuple[int, bool, int]]:
         manager = rank.start_manager(load_state_dict=lambda state: None, state_dict=dict)
-        signalled = threading.current_thread() is threading.main_thread()
-        if signalled:
+        signaled = threading.current_thread() is threading.main_thread()
+        if signaled:
             manager.leave_on(signal.SIGTERM)
         ready.wait(60)
         cluster.wait_for_healthy(2)
@@ -53,7 +53,7 @@ def test_all_ranks_leave_after_the_same_step(cluster: Cluster) -> None:
             manager.start_quorum()
             manager.allreduce(torch.ones(1)).wait()
             if step == AT:
-                if signalled:
+                if signaled:
                     signal.raise_signal(signal.SIGTERM)
                     wait_until(lambda: any(member.get("draining") for member in cluster.status()["members"]))
                 told.wait(60)

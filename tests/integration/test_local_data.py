@@ -58,7 +58,7 @@ class Training:
         algorithm: LocalSGD or DiLoCo.
         settings: further arguments of the Manager.
         events: called before an inner step, by (group, number of the step); "crashed" ends the group.
-        fails: synchronisations that a group votes against, by (group, number from 0).
+        fails: synchronizations that a group votes against, by (group, number from 0).
         seen: samples of each epoch.
     """
 
@@ -190,7 +190,7 @@ def test_samples_of_a_failed_group_are_lost_until_the_next_average(
     assert training.seen[2] == Counter(range(SAMPLES))  # the other groups share all of it
 
 
-def test_samples_of_a_synchronisation_that_fails_are_lost_with_diloco() -> None:
+def test_samples_of_a_synchronization_that_fails_are_lost_with_diloco() -> None:
     """The first vote belongs to the loader; the second one is at the end of the first epoch."""
     training = Training(diloco, start_with=2, fails={(0, 1), (1, 1)})
     with Cluster(min_replicas=2) as cluster:
@@ -198,7 +198,7 @@ def test_samples_of_a_synchronisation_that_fails_are_lost_with_diloco() -> None:
     assert agree(ended) == (TOTAL - SAMPLES, SAMPLES)
 
 
-def test_samples_of_a_synchronisation_that_fails_count_in_the_next_one_with_local_sgd() -> None:
+def test_samples_of_a_synchronization_that_fails_count_in_the_next_one_with_local_sgd() -> None:
     training = Training(local_sgd, start_with=2, fails={(0, 1), (1, 1)})
     with Cluster(min_replicas=2) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(2)))
@@ -206,7 +206,7 @@ def test_samples_of_a_synchronisation_that_fails_count_in_the_next_one_with_loca
 
 
 @pytest.mark.parametrize("algorithm", [local_sgd, diloco])
-def test_a_group_whose_synchronisation_alone_fails_heals_and_loses_its_samples_of_the_period(
+def test_a_group_whose_synchronization_alone_fails_heals_and_loses_its_samples_of_the_period(
     algorithm: Callable[..., Any],
 ) -> None:
     training = Training(algorithm, start_with=2, fails={(1, 1)})

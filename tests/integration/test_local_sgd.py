@@ -384,8 +384,8 @@ def test_a_group_joins_in_the_middle(delay: int) -> None:
         assert_ends(ran[group], group, reference)
 
 
-def test_one_group_is_a_synchronisation_ahead_when_another_fails() -> None:
-    """Two synchronisations are in progress: group 0 has voted for one and requests the next, group 1 fails
+def test_one_group_is_a_synchronization_ahead_when_another_fails() -> None:
+    """Two synchronizations are in progress: group 0 has voted for one and requests the next, group 1 fails
     before its vote.
     """
     settings = Settings(fragments=2, period=2, delay=1)
@@ -470,7 +470,7 @@ def metric(manager: Manager, name: str) -> float:
 
 @pytest.mark.parametrize("diloco", [False, True])
 def test_an_average_with_nan_is_counted_in_the_metrics_of_every_group(diloco: bool) -> None:
-    """One group spoils the second of three synchronisations with NaN. All groups use the average, and report
+    """One group spoils the second of three synchronizations with NaN. All groups use the average, and report
     it.
     """
     looked = threading.Barrier(2)

@@ -336,7 +336,7 @@ def test_a_load_that_fails_affects_only_the_healing_group(cluster: Cluster) -> N
 
 
 def test_many_survivors_do_not_wait_for_the_join_timeout() -> None:
-    """Only the neighbours of a failed group see its connection break. Their abort breaks the
+    """Only the neighbors of a failed group see its connection break. Their abort breaks the
     connections of the others.
     """
     with Cluster(join_timeout_ms=60_000) as cluster:

@@ -47,7 +47,7 @@ def ours_path() -> Path:
     return Path(spec.origin).resolve().parent.parent
 
 
-# Environment variables that change the behaviour of torchft, its runtime or PyTorch.
+# Environment variables that change the behavior of torchft, its runtime or PyTorch.
 _SETTINGS = ("TORCHFT_", "TORCHELASTIC_", "RUST_", "GODEBUG", "GOGC", "GOMAXPROCS", "GOMEMLIMIT")
 _SETTINGS += ("GRPC_", "OTEL_", "MALLOC_", "OMP_", "MKL_")
 # scikit-learn sets two of these in a process that imports it.

@@ -91,16 +91,16 @@ def check_that_nothing_is_lost(events: list[list[Event]], until: int) -> None:
     )
 
 
-@pytest.mark.parametrize("signalled", ["rank 0", "rank 1", "torchrun"])
-def test_a_preempted_group_leaves(lighthouse: str, tmp_path: Path, signalled: str) -> None:
+@pytest.mark.parametrize("signaled", ["rank 0", "rank 1", "torchrun"])
+def test_a_preempted_group_leaves(lighthouse: str, tmp_path: Path, signaled: str) -> None:
     job = Job(tmp_path, lighthouse, 3)
     try:
         job.wait(job.all_train(10), "all train", 0, 1, 2, seconds=200)
-        pid = job.groups[1].pid if signalled == "torchrun" else job.of(1, int(signalled[-1]))[0]["pid"]
+        pid = job.groups[1].pid if signaled == "torchrun" else job.of(1, int(signaled[-1]))[0]["pid"]
         os.kill(pid, signal.SIGTERM)
         job.wait(lambda: job.groups[1].status is not None, "it leaves", 0, 2)
         # torchrun exits with 1 if it got a signal itself, with any status of its workers.
-        assert job.groups[1].status == (1 if signalled == "torchrun" else 0), job.groups[1].log.read_text()
+        assert job.groups[1].status == (1 if signaled == "torchrun" else 0), job.groups[1].log.read_text()
         ends = [job.of(1, rank)[-1] for rank in range(RANKS)]
         assert [end["event"] for end in ends] == ["left"] * RANKS, job.groups[1].log.read_text()
         assert len({end["step"] for end in ends}) == 1 and all(end["draining"] for end in ends)

@@ -21,7 +21,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousParameters
 
 from torchft._node.figures import Say
-from torchft._node.verdict import NodeVerdict, Pair, Report, fastest_with_slowest, judge, neighbours
+from torchft._node.verdict import NodeVerdict, Pair, Report, fastest_with_slowest, judge, neighbors
 from torchft.addresses import host_port
 from torchft.checkpointing.client.deadline import Deadline
 from torchft.dlrover.rendezvous import BACKEND, LighthouseRendezvousHandler
@@ -156,7 +156,7 @@ class _Talk:
         reports = {rank: Report(**fields) for rank, fields in told}
         nodes = list(reports)  # of rank 0: it alone knows them
         measured: dict[Pair, list[float]] = {}
-        measured |= self._round(1, lambda: neighbours(nodes))
+        measured |= self._round(1, lambda: neighbors(nodes))
         measured |= self._round(2, lambda: fastest_with_slowest(nodes, measured))
         if self._deadline.left <= 0:  # a rate that is missing for lack of time says nothing
             raise NotCompared("the connections were not measured in time")

@@ -123,7 +123,7 @@ def slow(figure: str, rates: Mapping[Key, Sequence[float]], others: str) -> dict
     return found
 
 
-def neighbours(nodes: Sequence[int]) -> list[Pair]:
+def neighbors(nodes: Sequence[int]) -> list[Pair]:
     """The pairs of the first round. Each node works through those with it in this order, so with an odd
     number of nodes the first one measures twice, the second time with the last one.
     """

@@ -614,7 +614,7 @@ class ElasticDataLoader:
         if not local_steps.entered:
             raise RuntimeError(f"steps are taken inside of `with {type(local_steps).__name__}(...)` only")
         if manager._current.plan is None:
-            local_steps.synchronise()  # to get the first quorum, and to take over weights and position
+            local_steps.synchronize()  # to get the first quorum, and to take over weights and position
         plan = manager._current.plan
         assert plan is not None
         if manager.draining() or self._position == self._plan.end:

@@ -1,9 +1,9 @@
-"""Training with rare synchronisation: LocalSGD, and DiLoCo with streamed fragments.
+"""Training with rare synchronization: LocalSGD, and DiLoCo with streamed fragments.
 
 | file | what it holds |
 |---|---|
 | ``local_sgd`` | parameters are averaged every so many steps |
-| ``diloco`` | the schedule: which fragment of a model is synchronised when; the checks of the arguments |
+| ``diloco`` | the schedule: which fragment of a model is synchronized when; the checks of the arguments |
 | ``fragment`` | one fragment: its last global parameters, the values it sends, the outer step |
 | ``buckets`` | the buffers of the collectives |
 | ``inner_steps`` | hooks that run after each step of the inner optimizer |

@@ -1,4 +1,4 @@
-"""DiLoCo and its streamed form: the schedule by which the fragments of a model are synchronised."""
+"""DiLoCo and its streamed form: the schedule by which the fragments of a model are synchronized."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class FragmentDue(NamedTuple):
 
 
 def due(local_step: int, period: int, delay: int, in_flight: bool) -> FragmentDue:
-    """Decides whether a synchronisation starts now, and whether one ends.
+    """Decides whether a synchronization starts now, and whether one ends.
 
-    The counts are compared by "at least", not "equal": a synchronisation that could not start, because there
+    The counts are compared by "at least", not "equal": a synchronization that could not start, because there
     was no quorum, starts after a later step.
 
     Args:
-        local_step: inner steps since the last synchronisation ended.
-        period: inner steps from the end of one synchronisation to the end of the next.
-        delay: inner steps from the start of a synchronisation to its end.
-        in_flight: whether a synchronisation has started and not ended.
+        local_step: inner steps since the last synchronization ended.
+        period: inner steps from the end of one synchronization to the end of the next.
+        delay: inner steps from the start of a synchronization to its end.
+        in_flight: whether a synchronization has started and not ended.
     """
     start = not in_flight and local_step >= period - delay
     return FragmentDue(start, finish=(start or in_flight) and local_step >= period)
@@ -46,9 +46,9 @@ class DiLoCo(InnerSteps):
 
     The algorithm is that of Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language
     Models", 2023 (arXiv:2311.08105), with fragments, delay and mixing of Douillard et al., "Streaming DiLoCo
-    with overlapping communication", 2025 (arXiv:2501.18512). A synchronisation is a step of the Manager. Step
-    s synchronises fragment ``s mod n``, so all groups have the same order, including a group that joins. If a
-    synchronisation fails, the fragment gets its last global parameters back, and the next synchronisation is
+    with overlapping communication", 2025 (arXiv:2501.18512). A synchronization is a step of the Manager. Step
+    s synchronizes fragment ``s mod n``, so all groups have the same order, including a group that joins. If a
+    synchronization fails, the fragment gets its last global parameters back, and the next synchronization is
     of the same fragment.
 
         with DiLoCo(manager, [model], inner_optimizer=adamw, outer_optimizer=sgd, sync_every=100):
@@ -64,7 +64,7 @@ class DiLoCo(InnerSteps):
         inner_optimizer: its steps are counted.
         outer_optimizer: over all fragments, or a list with one for each. The papers' is SGD with Nesterov
             momentum of 0.9.
-        sync_every: inner steps in which every fragment is synchronised once; a multiple of the number of
+        sync_every: inner steps in which every fragment is synchronized once; a multiple of the number of
             fragments.
         backup_device: device of the copy of the last global parameters; default: the CPU.
         pin_memory: whether that copy is in pinned memory, if the model is not on the backup device.
@@ -148,7 +148,7 @@ class DiLoCo(InnerSteps):
         for fragment in self._fragments:
             fragment.restore()
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         self._start()
         if self._fragment_sync_delay and self._manager.current_step() > 0:
             # A group that joins: the others take inner steps until this average arrives, so it does, too.
@@ -220,7 +220,7 @@ def _check_schedule(fragments: int, sync_every: int, delay: int, alpha: float) -
     if sync_every < fragments:
         raise ValueError(
             f"sync_every={sync_every} with {fragments} model_fragments: allowed are {fragments} and more, "
-            "as one fragment is synchronised at a time"
+            "as one fragment is synchronized at a time"
         )
     if sync_every % fragments:
         raise ValueError(

@@ -1,8 +1,8 @@
 """One fragment of a model: DiLoCo's last global parameters, the values that a group sends, and the outer
 step.
 
-Memory on the model's device, for a fragment of size F: none between two synchronisations (the backup is on
-``backup_device``); F from the start of a synchronisation to its end, in place of the gradients if start and
+Memory on the model's device, for a fragment of size F: none between two synchronizations (the backup is on
+``backup_device``); F from the start of a synchronization to its end, in place of the gradients if start and
 end are in the same inner step; another F during the outer step if ``alpha`` is not 0.
 """
 
@@ -25,7 +25,7 @@ from torchft.local_sgd.parameters import (
     all_finite,
     as_gradient_of,
     extract_local_tensor,
-    synchronised,
+    synchronized,
 )
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 class Fragment:
-    """A part of the model that is synchronised at once. For the arguments see :class:`DiLoCo`.
+    """A part of the model that is synchronized at once. For the arguments see :class:`DiLoCo`.
 
-    `free_gradients`: whether the start of a synchronisation frees the gradients, which are then not needed.
+    `free_gradients`: whether the start of a synchronization frees the gradients, which are then not needed.
 
     Attributes:
         refused: the reason if a peer's state could not be loaded because it is of another model; else None.
@@ -59,7 +59,7 @@ class Fragment:
         alpha: float,
     ) -> None:
         self.name = name
-        self.parameters = synchronised(module, name)
+        self.parameters = synchronized(module, name)
         if should_quantize:
             for n, p in self.parameters.items():
                 check_tensors(f"{name}: parameter {n!r}", [local_part(p)])
@@ -70,7 +70,7 @@ class Fragment:
         self._should_quantize = should_quantize
         self._free_gradients = free_gradients
         self._alpha = alpha
-        # The parameters of the last synchronisation, equal in all groups, by name; of a DTensor the shard.
+        # The parameters of the last synchronization, equal in all groups, by name; of a DTensor the shard.
         self._global = {
             n: _backup(local_part(p), backup_device, pin_memory) for n, p in self.parameters.items()
         }
@@ -81,11 +81,11 @@ class Fragment:
         """A line for each parameter, equal in all groups that fit together."""
         return [f"{name} {describe(p)}" for name, p in self.parameters.items()]
 
-    # A synchronisation: `start`, `wait`, then `commit` or `abort`
+    # A synchronization: `start`, `wait`, then `commit` or `abort`
 
     @torch.no_grad()
     def start(self) -> None:
-        """Begins to average the pseudogradients: this group's changes since the last synchronisation."""
+        """Begins to average the pseudogradients: this group's changes since the last synchronization."""
         if self._free_gradients:
             self._drop_gradients()
         locals_ = [local_part(p) for p in self.parameters.values()]
@@ -146,7 +146,7 @@ class Fragment:
         self._end()
 
     def abort(self) -> None:
-        """Aborts this synchronisation: the fragment gets the last global parameters."""
+        """Aborts this synchronization: the fragment gets the last global parameters."""
         self.restore()
         self._end()
 

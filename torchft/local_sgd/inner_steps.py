@@ -33,8 +33,8 @@ class InnerSteps:
     :meth:`_after_step`.
 
     Attributes:
-        keeps_own_weights: whether a group whose synchronisation fails continues with its own weights.
-        nonfinite_syncs: number of synchronisations whose average contained NaN or Inf. It is used
+        keeps_own_weights: whether a group whose synchronization fails continues with its own weights.
+        nonfinite_syncs: number of synchronizations whose average contained NaN or Inf. It is used
             nevertheless.
 
     Args:
@@ -63,12 +63,12 @@ class InnerSteps:
         """Whether the hooks are registered."""
         return bool(self._hooks)
 
-    def synchronise(self) -> None:
-        """Synchronises with the other groups now."""
-        raise NotImplementedError(f"{type(self).__name__}.synchronise")
+    def synchronize(self) -> None:
+        """Synchronizes with the other groups now."""
+        raise NotImplementedError(f"{type(self).__name__}.synchronize")
 
     def _count_nonfinite(self, problem: str) -> None:
-        """Counts a synchronisation whose average contained NaN or Inf."""
+        """Counts a synchronization whose average contained NaN or Inf."""
         self.nonfinite_syncs += 1
         self._extras.counted("nonfinite_syncs")
         _logger.warning("%s (%d so far)", problem, self.nonfinite_syncs)

@@ -11,7 +11,7 @@ from torchft._manager.checks.layout import describe
 from torchft._manager.step.work import managed
 from torchft.checkpointing.codec.layout import local_part
 from torchft.local_sgd.inner_steps import InnerSteps, whole
-from torchft.local_sgd.parameters import all_finite, extract_local_tensor, synchronised
+from torchft.local_sgd.parameters import all_finite, extract_local_tensor, synchronized
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
@@ -21,10 +21,10 @@ class LocalSGD(InnerSteps):
     """Averages the parameters over the groups after every ``sync_every`` steps of the optimizer.
 
     The algorithm is that of S. Stich, "Local SGD Converges Fast and Communicates Little", 2018
-    (arXiv:1805.09767). A synchronisation is a step of the Manager. One that fails leaves each group with its
+    (arXiv:1805.09767). A synchronization is a step of the Manager. One that fails leaves each group with its
     own parameters, and the next averages those.
 
-    While a synchronisation runs, the averages need memory for one copy of the parameters on their device:
+    While a synchronization runs, the averages need memory for one copy of the parameters on their device:
     until the vote, a group may have to continue with its own.
 
         with LocalSGD(manager, model, optimizer, sync_every=100):
@@ -37,7 +37,7 @@ class LocalSGD(InnerSteps):
         manager: the Manager of this rank; its state functions carry model and optimizer.
         model: all of its floating point parameters are averaged; buffers are not.
         optimizer: its steps are counted.
-        sync_every: steps between two synchronisations, at least 1.
+        sync_every: steps between two synchronizations, at least 1.
 
     Raises:
         ValueError: an argument has a wrong type, ``sync_every`` is below 1, or the model has no parameters.
@@ -52,12 +52,12 @@ class LocalSGD(InnerSteps):
         super().__init__(manager, optimizer, "optimizer")
         self._sync_every = sync_every
         self._local_step = 0
-        self._parameters = synchronised(model, "model")
+        self._parameters = synchronized(model, "model")
         manager.register_layout("model", [f"{name} {describe(p)}" for name, p in self._parameters.items()])
 
     keeps_own_weights = True
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         self.sync()
 
     def _after_step(self) -> None:
@@ -78,7 +78,7 @@ class LocalSGD(InnerSteps):
             managed(self._manager, self._manager.allreduce(average), average) for average in averages
         ]:
             work.wait()
-        # All groups reach this point together, so they start the next synchronisation in the same step. The
+        # All groups reach this point together, so they start the next synchronization in the same step. The
         # result of the vote does not matter here.
         self._local_step = 0
         if not self._manager.should_commit():

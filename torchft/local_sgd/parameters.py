@@ -1,4 +1,4 @@
-"""The parameters of a module that are synchronised, and the part of each in this process."""
+"""The parameters of a module that are synchronized, and the part of each in this process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def as_gradient_of(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor
     )
 
 
-def synchronised(module: nn.Module, what: str) -> dict[str, nn.Parameter]:
+def synchronized(module: nn.Module, what: str) -> dict[str, nn.Parameter]:
     """The parameters that groups average, by name: all floating point ones, including frozen ones.
 
     Buffers (the statistics of a batch norm) stay each group's own. Frozen parameters of other types, such as
@@ -51,7 +51,7 @@ def synchronised(module: nn.Module, what: str) -> dict[str, nn.Parameter]:
             )
     if not found:
         raise ValueError(
-            f"{what} ({type(module).__name__}) has no floating point parameters: nothing to synchronise"
+            f"{what} ({type(module).__name__}) has no floating point parameters: nothing to synchronize"
         )
     return found
 

@@ -13,7 +13,7 @@ import torch
 # NCCL_BUFFSIZE replaces the size of the first one (Simple); the others are LL128 and LL.
 _SIMPLE_BYTES, _LL128_BYTES, _LL_BYTES = 4 << 20, 120 * 640 * 8 * 8, 512 * 8 * 8 * 16
 _CHANNELS = 32
-# In a channel a rank receives from the previous rank of the ring, and from four neighbours in the tree.
+# In a channel a rank receives from the previous rank of the ring, and from four neighbors in the tree.
 _MOST_PEERS = 5
 
 

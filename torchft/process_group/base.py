@@ -55,7 +55,7 @@ class ProcessGroup(BaseProcessGroup):
     # Whether the backend has ReduceOp.AVG, as one pass over the tensor.
     _averages: ClassVar[bool] = False
 
-    # Class attributes, so that a subclass may read or set them before this class is initialised.
+    # Class attributes, so that a subclass may read or set them before this class is initialized.
     _group_name: Optional[str] = None
     _replica_id: str = ""
     _group_rank: Optional[int] = None

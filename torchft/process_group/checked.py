@@ -50,7 +50,7 @@ def describe(name: str, args: tuple[Any, ...], opts: object) -> Optional[str]:
     kinds = [f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors]
     if name in _SIZES_DIFFER:
         kinds = sorted({kind.partition("[")[0] for kind in kinds})
-    if len(kinds) > 8:  # a few sizes are enough to recognise the call; a digest distinguishes the rest
+    if len(kinds) > 8:  # a few sizes are enough to recognize the call; a digest distinguishes the rest
         kinds[8:] = [f"… {len(kinds)} tensors, {zlib.crc32(str(kinds).encode()):08x}"]
     parts = [", ".join(kinds)] if kinds else []
     reduce_op = getattr(opts, "reduceOp", opts)

@@ -222,7 +222,7 @@ class Policy:
         return abs(part - SHARE) >= max(_FAR, _DOUBT * (one_more - part))
 
     def _finest(self, n: int) -> float:
-        """The smallest part of the rate of a neighbour of n that the groups between them are to bring."""
+        """The smallest part of the rate of a neighbor of n that the groups between them are to bring."""
         pairs = zip(self._numbers, self._numbers[1:])
         return min(((high - low) / low for low, high in pairs if n in (low, high)), default=1.0)
 

@@ -115,7 +115,7 @@ func (h *hosts) on(i int, words string) {
 
 // cut drops what one lighthouse sends to another one.
 func (h *hosts) cut(from, to int) {
-	h.on(from, "neighbour replace "+h.ip(to)+" lladdr 02:00:00:00:00:fe dev eth0 nud permanent")
+	h.on(from, "neighbor replace "+h.ip(to)+" lladdr 02:00:00:00:00:fe dev eth0 nud permanent")
 }
 
 // vanish drops all traffic of a host.
@@ -127,7 +127,7 @@ func (h *hosts) heal() {
 		command(h.t, "ip", "link", "set", link(i), "up")
 		for other := range 3 {
 			if other != i {
-				h.on(i, "neighbour replace "+h.ip(other)+" lladdr "+card(other)+" dev eth0 nud permanent")
+				h.on(i, "neighbor replace "+h.ip(other)+" lladdr "+card(other)+" dev eth0 nud permanent")
 			}
 		}
 	}

@@ -6,7 +6,7 @@ const MOST_EVENTS = 300;
 const MOST_POINTS = 4000;
 const ORDER = ["failed", "stalled", "suspect", "draining", "waiting", "joining", "healing", "standby", "training"];
 
-const EVENT_COLOURS = { quorum: "training", healed: "training", recovered: "training", drained: "draining", ended: "draining" };
+const EVENT_COLORS = { quorum: "training", healed: "training", recovered: "training", drained: "draining", ended: "draining" };
 
 const at = (id) => document.getElementById(id);
 const state = { head: null, rows: new Map(), events: [], points: [], lastEvent: 0 };
@@ -263,7 +263,7 @@ function drawEvents() {
     const item = element("li");
     const when = element("time", clock(Date.parse(event.time)));
     when.dateTime = event.time;
-    item.append(when, element("b", event.kind, EVENT_COLOURS[event.kind] || "bad"), element("span", short(words(event))));
+    item.append(when, element("b", event.kind, EVENT_COLORS[event.kind] || "bad"), element("span", short(words(event))));
     item.lastChild.title = words(event);
     list.prepend(item);
     if (list.children.length > MOST_EVENTS) list.lastChild.remove();

@@ -36,7 +36,7 @@ const (
 	// sniffTimeout bounds the time until the first bytes of a connection show gRPC or HTTP.
 	sniffTimeout = 5 * time.Second
 	// window is the flow control window of a stream and a connection. With a fixed window gRPC sends no pings
-	// to estimate one, and the quorum of a large job is sent without waiting for acknowledgements.
+	// to estimate one, and the quorum of a large job is sent without waiting for acknowledgments.
 	window = 4 << 20
 	// readBuffer is the size of a server's read buffer for each connection: requests are small. gRPC's
 	// default, 32 KiB, takes 320 MB for 10,000 groups.

@@ -1,5 +1,5 @@
 // Package transcript runs tests written as text: each command is followed by the machine's actions, indented.
-// Lines that begin with # are comments. After a change of behaviour run go test ./PACKAGE -update, and review
+// Lines that begin with # are comments. After a change of behavior run go test ./PACKAGE -update, and review
 // the difference.
 package transcript
 

@@ -130,7 +130,7 @@ c10::OperatorHandle operator_named(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
 }
 
-// PrivateUse1 is sent to the overrideable convolutions, which the CPU does not have.
+// PrivateUse1 is sent to the overridable convolutions, which the CPU does not have.
 void convolution(const c10::OperatorHandle&, Stack* stack) {
   launch(operator_named("aten::convolution"), stack);
 }

@@ -489,7 +489,7 @@ class Steps:
     def __init__(self, keeps_own_weights: bool) -> None:
         self.keeps_own_weights = keeps_own_weights
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 

@@ -1,4 +1,4 @@
-"""The effects of a synchronisation on a fragment, the values that it sends, and the state for a healing
+"""The effects of a synchronization on a fragment, the values that it sends, and the state for a healing
 peer.
 """
 

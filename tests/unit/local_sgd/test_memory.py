@@ -1,4 +1,4 @@
-"""The memory that a synchronisation takes in addition to model, gradients and optimizer state."""
+"""The memory that a synchronization takes in addition to model, gradients and optimizer state."""
 
 from __future__ import annotations
 

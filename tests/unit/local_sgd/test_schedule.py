@@ -1,4 +1,4 @@
-"""The schedule of the fragments' synchronisations, and the calls to the Manager."""
+"""The schedule of the fragments' synchronizations, and the calls to the Manager."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_due(
     assert due(local_step, period, delay, in_flight) == expected, why
 
 
-def test_two_synchronisations_never_overlap() -> None:
-    """Even with the longest allowed delay, a synchronisation starts one step after the end of the previous
+def test_two_synchronizations_never_overlap() -> None:
+    """Even with the longest allowed delay, a synchronization starts one step after the end of the previous
     one.
     """
     for period in range(1, 6):
@@ -104,7 +104,7 @@ def test_an_allreduce_is_in_flight_for_the_delay() -> None:
     assert [reduced(c) for c in calls[3::3]] == [[(4, 3), (4,)], [(1, 4)]]
 
 
-def test_a_failed_synchronisation_is_retried() -> None:
+def test_a_failed_synchronization_is_retried() -> None:
     manager = OneGroup(committed=lambda vote: vote != 2)
     model, inner, diloco = make(manager, sync_every=3)
     with diloco:
@@ -159,7 +159,7 @@ def test_a_vote_that_raises_puts_the_global_parameters_back() -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_gradients_of_a_synchronised_fragment_are_freed(delay: int) -> None:
+def test_gradients_of_a_synchronized_fragment_are_freed(delay: int) -> None:
     """As in upstream, the gradients of the other fragments are kept."""
     manager = OneGroup()
     model, inner, diloco = make(manager, sync_every=6, fragment_sync_delay=delay)
@@ -208,7 +208,7 @@ def test_after_the_block_steps_make_no_calls() -> None:
             pass
 
 
-def test_local_sgd_synchronises_all_parameters() -> None:
+def test_local_sgd_synchronizes_all_parameters() -> None:
     manager = OneGroup()
     model = three_layers()
     inner = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -422,7 +422,7 @@ class Steps:
     keeps_own_weights = True
     entered = True
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 

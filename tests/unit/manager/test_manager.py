@@ -328,7 +328,7 @@ def test_start_quorum_first(fixture: Fixture) -> None:
 
 @pytest.mark.parametrize("algorithm", [None, LocalSGD, DiLoCo])
 def test_only_local_sgd_and_diloco_ask_for_each_step(fixture: Fixture, algorithm: Any) -> None:
-    """Their quorums do not stand: a synchronisation is rare, and another group joins only there."""
+    """Their quorums do not stand: a synchronization is rare, and another group joins only there."""
     manager = fixture.manager(use_async_quorum=False)
     model = torch.nn.Sequential(torch.nn.Linear(2, 1))
     inner, outer = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))

@@ -18,7 +18,7 @@ from torchft._node.verdict import (
     Report,
     fastest_with_slowest,
     judge,
-    neighbours,
+    neighbors,
     ratio_if_slow,
     slow,
 )
@@ -82,8 +82,8 @@ def test_what_the_reasons_say() -> None:
         ([0, 2, 3, 5], [(0, 2), (3, 5)]),
     ],
 )
-def test_neighbours(nodes: list[int], pairs: list[Pair]) -> None:
-    assert neighbours(nodes) == pairs
+def test_neighbors(nodes: list[int], pairs: list[Pair]) -> None:
+    assert neighbors(nodes) == pairs
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_the_slowest_measure_with_the_fastest(measured: dict[Pair, list[float]],
 
 def both_rounds(count: int, rate: Callable[[Pair], list[float]]) -> dict[Pair, list[float]]:
     nodes = list(range(count))
-    measured = {pair: rate(pair) for pair in neighbours(nodes)}
+    measured = {pair: rate(pair) for pair in neighbors(nodes)}
     second = fastest_with_slowest(nodes, measured)
     assert not {frozenset(pair) for pair in second} & {frozenset(pair) for pair in measured}
     for pairs in (list(measured), second):

@@ -136,7 +136,7 @@ def backends(*, alone: bool = True, native: bool = True, wrappers: Sequence[str]
     Args:
         alone: whether it also applies to groups of one rank.
         native: whether it also applies to native groups.
-        wrappers: wrappers that can break the tested behaviour; with other wrappers the test is marked slow.
+        wrappers: wrappers that can break the tested behavior; with other wrappers the test is marked slow.
             None: all.
     """
     found = []

@@ -62,7 +62,7 @@ def test_an_average_in_16_bits_is_within_its_bounds(
 
 def test_a_sum_beyond_float16_is_not_finite(fixture: Fixture, store: TCPStore) -> None:
     """The result is infinite, not a wrong finite value: gradient scalers then skip the step, and LocalSGD
-    counts the synchronisation as not finite.
+    counts the synchronization as not finite.
     """
     values = [torch.full((2,), 20000.0, dtype=torch.float16) for _ in range(4)]
     assert average(fixture, store, values).isinf().all()

@@ -1,4 +1,4 @@
-"""Behaviour of every group: new peers, failed peers, abort, shutdown, timeouts.
+"""Behavior of every group: new peers, failed peers, abort, shutdown, timeouts.
 
 The groups are listed in `backends`.
 """

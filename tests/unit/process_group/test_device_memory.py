@@ -23,7 +23,7 @@ MIB = 1 << 20
         (2, {}, 294),
         (3, {}, 588),
         (6, {}, 1470),
-        (1000, {}, 1470),  # a rank has few neighbours
+        (1000, {}, 1470),  # a rank has few neighbors
         (2, {"NCCL_MAX_CTAS": "4"}, 36.75),
         (2, {"NCCL_MAX_NCHANNELS": "4"}, 36.75),
         (2, {"NCCL_BUFFSIZE": str(MIB)}, 198),

@@ -160,7 +160,7 @@ class DigestPace:
 
 
 def bucket_of(span: int, spans: int) -> int:
-    """The bucket of a span of a step. If there are more spans than buckets, neighbouring spans share one."""
+    """The bucket of a span of a step. If there are more spans than buckets, neighboring spans share one."""
     return span if spans <= BUCKETS else span * BUCKETS // spans
 
 

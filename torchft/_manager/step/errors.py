@@ -95,7 +95,7 @@ class Errors:
         """Keeps an error of a collective, and aborts the process group, so that no peer waits for the rest of
         this quorum's collectives.
 
-        Only the neighbours of a failed group see its connection break. Their abort lets the others see it
+        Only the neighbors of a failed group see its connection break. Their abort lets the others see it
         too.
 
         Args:

@@ -1,6 +1,6 @@
 """Workarounds for Gloo and PyTorch's wrapper of it, each in a separate file.
 
-We know of no upstream issue for any of them. Each file describes the behaviour that was seen, with PyTorch
+We know of no upstream issue for any of them. Each file describes the behavior that was seen, with PyTorch
 2.7 to 2.15. Why it exists, and when it is not needed any more:
 
 - connections: an abort leaves operations in flight: their sockets, found in /proc and the store, are shut

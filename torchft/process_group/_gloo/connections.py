@@ -169,7 +169,7 @@ def _listening(published: bytes) -> Optional[bytes]:
     is not understood.
 
     The bytes are: length and text of the host name, length and memory of a sockaddr_storage, and more. Most
-    of the sockaddr_storage is uninitialised memory, which may contain other addresses.
+    of the sockaddr_storage is uninitialized memory, which may contain other addresses.
     """
     try:
         (length,) = struct.unpack_from("=Q", published)

@@ -39,7 +39,7 @@ _SLICE_SEC = _SLICE.total_seconds()
 # The interval between two checks of the connections, which cost 1 µs each.
 _LOOK_SEC = 0.1
 # How long a collective may run on after a connection broke. If the peer had finished its part before it left,
-# the collective can still succeed. (In a ring only the neighbours of an aborting rank wait for its data.)
+# the collective can still succeed. (In a ring only the neighbors of an aborting rank wait for its data.)
 _DAMAGED_SEC = 1.0
 # The interval at which an aborted operation is checked for its real end.
 _DRAIN_LOOK_SEC = 0.001

@@ -1,4 +1,4 @@
-"""Behaviour that only isolated groups have. The conformance suite covers the behaviour of all groups."""
+"""Behavior that only isolated groups have. The conformance suite covers the behavior of all groups."""
 
 from __future__ import annotations
 

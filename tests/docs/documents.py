@@ -1,4 +1,4 @@
-"""Finds the commands for users in the documents. Pure functions of the text."""
+"""Finds the commands for users in the documents, and counts words. Pure functions of the text."""
 
 from __future__ import annotations
 
@@ -102,3 +102,13 @@ def _commands(lines: list[str], console: bool) -> Iterator[str]:
 def indented_commands(text: str) -> list[str]:
     """Commands in blocks that are indented instead of fenced, which the other functions do not find."""
     return re.findall(rf"^(?: {{4}}|\t)({PROGRAMS} .*)", text, re.MULTILINE)
+
+
+def words(page: str, tables: bool) -> int:
+    """The words to read on a page: without code blocks, pictures, targets of links and comments."""
+    page = re.sub(r"^\s*```.*?^\s*```$|<!--.*?-->|^:::.*?$", "", page, flags=re.DOTALL | re.MULTILINE)
+    if not tables:
+        page = re.sub(r"^\|.*$", "", page, flags=re.MULTILINE)
+    page = re.sub(r"!\[[^\]]*\]\([^)]*\)", "", page)
+    page = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", page)
+    return sum(re.search(r"\w", word) is not None for word in page.split())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from documents import ROOT, Command, block_commands, blocks, commands, indented_commands
+from documents import ROOT, Command, block_commands, blocks, commands, indented_commands, words
 from programs import Unknown, check
 
 PAGE = """\
@@ -57,6 +57,13 @@ def test_in_a_console_block_only_lines_after_the_prompt_are_commands() -> None:
 
 def test_commands_in_indented_blocks_are_found_so_that_they_can_be_refused() -> None:
     assert indented_commands("text\n\n    make train\n    other\n") == ["make train"]
+
+
+def test_words_to_read() -> None:
+    page = PAGE + "\n![a picture](a.png) [two words](b.md#c)\n\n| three | more `words` |\n|---|---|\n"
+    title_sentence_part_link = 1 + 16 + 1 + 2
+    assert words(page, tables=False) == title_sentence_part_link
+    assert words(page, tables=True) == title_sentence_part_link + 3
 
 
 @pytest.mark.parametrize(

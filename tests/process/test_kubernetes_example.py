@@ -1,12 +1,15 @@
-"""The Kubernetes manifests: their programs know the arguments, and they match each other. No cluster is
-needed.
+"""The Kubernetes manifests, as the overlays render them: their programs know the arguments, they match each
+other, and they keep what docs/kubernetes.md promises. No cluster is needed; `make test-kube` has one.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,72 +18,146 @@ from test_train_demo import EXAMPLES
 
 from torchft._job import start
 
-MANIFESTS = EXAMPLES / "kubernetes" / "base"
+MANIFESTS = EXAMPLES / "kubernetes"
 REPOSITORY = EXAMPLES.parent.parent
+OVERLAYS = sorted(folder.name for folder in (MANIFESTS / "overlays").iterdir())
+
+Manifest = dict[str, Any]
 
 
-def manifests(path: Path) -> list[dict[str, Any]]:
+@cache
+def rendered(folder: str) -> list[Manifest]:
     yaml = pytest.importorskip(
         "yaml", reason="reading the manifests needs PyYAML, which comes with torch's own tools"
     )
-    return list(yaml.safe_load_all(path.read_text()))
+    if shutil.which("kubectl") is None:
+        pytest.skip("rendering the overlays needs kubectl")
+    command = ["kubectl", "kustomize", str(MANIFESTS / folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def of_kind(kind: str, folder: str = "base") -> list[Manifest]:
+    return [manifest for manifest in rendered(folder) if manifest["kind"] == kind]
+
+
+def pods(folder: str) -> Iterator[Manifest]:
+    """The templates of pods, however deep in a manifest."""
+
+    def within(value: Any) -> Iterator[Manifest]:
+        if isinstance(value, dict) and isinstance(value.get("spec"), dict) and "containers" in value["spec"]:
+            yield value
+        for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from within(part)
+
+    yield from within(rendered(folder))
+
+
+def environment(container: Manifest) -> dict[str, str]:
+    return {variable["name"]: variable.get("value", "") for variable in container["env"]}
+
+
+def words(container: Manifest) -> str:
+    """The command of a container, with its variables as Kubernetes replaces them."""
+    values = {**environment(container), "POD": "pod"}
+    return re.sub(
+        r"\$\((\w+)\)", lambda name: values[name[1]], " ".join(container["command"] + container["args"])
+    )
 
 
 def test_three_lighthouses_know_each_other_by_the_names_of_their_pods() -> None:
-    names, service, budget, pods = manifests(MANIFESTS / "lighthouses.yaml")
-    spec = pods["spec"]
-    labels = spec["template"]["metadata"]["labels"]
-    for selector in (spec["selector"]["matchLabels"], names["spec"]["selector"], service["spec"]["selector"]):
-        assert selector == labels
+    service, names = of_kind("Service")
+    (budget,), (lighthouses,) = of_kind("PodDisruptionBudget"), of_kind("StatefulSet")
+    spec = lighthouses["spec"]
+    labels = spec["selector"]["matchLabels"]
+    assert names["spec"]["selector"] == service["spec"]["selector"] == labels
+    assert labels.items() <= spec["template"]["metadata"]["labels"].items()
     assert budget["spec"]["selector"]["matchLabels"] == labels and budget["spec"]["maxUnavailable"] == 1
     assert names["spec"]["clusterIP"] == "None" and names["spec"]["publishNotReadyAddresses"]
     assert spec["serviceName"] == names["metadata"]["name"] and spec["podManagementPolicy"] == "Parallel"
     (container,) = spec["template"]["spec"]["containers"]
-    command = [*container["command"], *container["args"]]
-    check(" ".join(command))
+    command = container["args"]
+    check(words(container))
     (port,) = (each["containerPort"] for each in container["ports"])
     assert {container[probe]["httpGet"]["port"] for probe in ("readinessProbe", "livenessProbe")} == {port}
     assert names["spec"]["ports"] == service["spec"]["ports"] == [{"port": port}]
     domain = f"{names['metadata']['name']}:{port}"
-    own = [f"http://{pods['metadata']['name']}-{number}.{domain}" for number in range(spec["replicas"])]
+    own = [
+        f"http://{lighthouses['metadata']['name']}-{number}.{domain}" for number in range(spec["replicas"])
+    ]
     assert spec["replicas"] == 3 and f"--cluster={','.join(own)}" in command
     assert f"--bind=[::]:{port}" in command and f"--advertise=http://$(POD).{domain}" in command
-    assert [(one["name"], one["valueFrom"]["fieldRef"]["fieldPath"]) for one in container["env"]] == [
-        ("POD", "metadata.name")
-    ]
+    assert {"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}} in container["env"]
     (mount,), (claim,) = container["volumeMounts"], spec["volumeClaimTemplates"]
     assert mount["name"] == claim["metadata"]["name"] and f"--state_dir={mount['mountPath']}" in command
-    # Otherwise the lighthouse could not write there.
-    user = f"USER {spec['template']['spec']['securityContext']['fsGroup']}"
-    assert user in (REPOSITORY / "Dockerfile").read_text().splitlines()
-
-    (job,) = manifests(MANIFESTS / "groups.yaml")
+    (job,) = of_kind("Job")
     (group,) = job["spec"]["template"]["spec"]["containers"]
-    values = {variable["name"]: variable.get("value") for variable in group["env"]}
-    assert values["TORCHFT_LIGHTHOUSE"] == ",".join(own)
+    assert environment(group)["TORCHFT_LIGHTHOUSE"] == ",".join(own)
 
 
-def test_each_pod_is_a_group_with_its_own_number() -> None:
-    (job,) = manifests(MANIFESTS / "groups.yaml")
-    spec = job["spec"]
-    assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
-    (group,) = spec["template"]["spec"]["containers"]
-    values = {variable["name"]: variable.get("value") for variable in group["env"]}
-    assert values["NUM_REPLICA_GROUPS"] == str(spec["completions"])
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_numbers_of_an_overlay_fit(overlay: str) -> None:
+    (lighthouses,), (job,) = (of_kind(kind, f"overlays/{overlay}") for kind in ("StatefulSet", "Job"))
+    (lighthouse,) = lighthouses["spec"]["template"]["spec"]["containers"]
+    (group,) = job["spec"]["template"]["spec"]["containers"]
+    values = environment(group)
+    groups, nodes = int(values["NUM_REPLICA_GROUPS"]), int(values.get("PET_NNODES", 1))
+    assert groups / 2 < int(environment(lighthouse)["MIN_REPLICAS"]) < groups  # one may fail
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == groups * nodes
+    # A rank for each device.
+    devices = group["resources"]["limits"].get("nvidia.com/gpu")
+    assert values["PET_NPROC_PER_NODE"] == ("gpu" if devices else "1")
+    assert lighthouse["image"] == group["image"] != "IMAGE"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_are_restricted_and_bounded(overlay: str) -> None:
+    (policy,) = of_kind("NetworkPolicy", f"overlays/{overlay}")
+    templates = list(pods(f"overlays/{overlay}"))
+    assert len(templates) == 2
+    for pod in templates:
+        spec = pod["spec"]
+        selector = policy["spec"]["podSelector"]["matchLabels"]
+        assert selector.items() <= pod["metadata"]["labels"].items()
+        assert {"podSelector": {"matchLabels": selector}} in policy["spec"]["ingress"][0]["from"]
+        context = spec["securityContext"]
+        assert context["runAsNonRoot"] and context["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert f"USER {context['fsGroup']}" in (REPOSITORY / "Dockerfile").read_text().splitlines()
+        assert spec["automountServiceAccountToken"] is False
+        for volume in spec.get("volumes", []):
+            assert "sizeLimit" in volume.get("emptyDir", {"sizeLimit": ""}), volume
+        (container,) = spec["containers"]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        }
+        resources = container["resources"]
+        assert set(resources["requests"]) == {"cpu", "memory"} and "memory" in resources["limits"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_each_pod_is_a_group_or_a_node_of_one(overlay: str) -> None:
+    (job,) = of_kind("Job", f"overlays/{overlay}")
+    spec = job["spec"]["template"]["spec"]
+    assert job["spec"]["completionMode"] == "Indexed"
+    (group,) = spec["containers"]
+    values = environment(group)
     assert "TORCHFT_RUN_ID" in values  # of the Job: the same for all of its pods, and for no later Job
     (text,) = group["args"]
-    assert text.startswith("REPLICA_GROUP_ID=$JOB_COMPLETION_INDEX exec torchrun ")
-    check(text.replace("exec ", ""))
+    start = "REPLICA_GROUP_ID=$JOB_COMPLETION_INDEX exec torchrun --standalone "
+    if "PET_NNODES" in values:
+        number = "export REPLICA_GROUP_ID=$((JOB_COMPLETION_INDEX / PET_NNODES)); exec torchrun "
+        start = number + "--rdzv_backend torchft --rdzv_endpoint $TORCHFT_LIGHTHOUSE --rdzv_id "
+    assert text.startswith(start)
+    check(text.rpartition("exec ")[2])
     grace = int(values["TORCHFT_GRACE_S"] or 0)
-    assert 0 < grace < 30 < spec["template"]["spec"]["terminationGracePeriodSeconds"], (
-        "torchrun kills after 30 s"
-    )
-    ranks = re.search(r"--nproc_per_node (\d+)", text)
-    assert ranks and int(ranks[1]) == group["resources"]["limits"]["nvidia.com/gpu"]
+    assert 0 < grace < 30 < spec["terminationGracePeriodSeconds"], "torchrun kills after 30 s"
 
 
 def test_the_script_of_a_pod_leaves_on_the_signal_of_its_termination() -> None:
-    (job,) = manifests(MANIFESTS / "groups.yaml")
+    (job,) = of_kind("Job")
     ((text,),) = (container["args"] for container in job["spec"]["template"]["spec"]["containers"])
     (script,) = re.findall(r"[\w/]+\.py", text)
     assert "torchft.Job(" in (REPOSITORY / script).read_text()

@@ -6,8 +6,11 @@ which it looks at its own stack for its log. A restart by fork takes half a seco
 
 from __future__ import annotations
 
+import signal
+
 import torch.distributed as dist
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing import api as ranks
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -87,5 +90,9 @@ class HostRendezvous(RendezvousHandler):
 
 
 if __name__ == "__main__":
+    # With this signal torchrun ends the other ranks when one has failed. No step of theirs can be committed
+    # any more, and at SIGTERM they would drain: one after another, each when its neighbour's connection ends.
+    # A SIGTERM or SIGINT of torchrun itself is passed on as it is.
+    ranks._get_default_signal = lambda: signal.SIGKILL
     rendezvous_handler_registry.register(BACKEND, HostRendezvous.from_parameters)
     run.main()

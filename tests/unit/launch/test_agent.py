@@ -1,11 +1,18 @@
-"""The rendezvous of a group on one host; test_torchft_run starts groups with it."""
+"""torchrun for a group on one host; test_torchft_run starts groups with it."""
 
 from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 
 from torchft.launch.agent import BACKEND, HostRendezvous
+from torchft.launch.process_tree import kill_tree
 
 
 def parameters(nodes: int) -> RendezvousParameters:
@@ -35,3 +42,47 @@ def test_there_is_no_round_after_the_end(end: str) -> None:
 def test_several_nodes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"--nnodes 1:2 is not allowed .*; allowed: --rdzv-backend c10d or"):
         HostRendezvous.from_parameters(parameters(2))
+
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+
+rank, life = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+own = Path(sys.argv[1]) / f"{life}-{rank}"
+
+def drain(*_):
+    own.write_text("drained")
+    sys.exit()
+
+signal.signal(signal.SIGTERM, drain)
+own.write_text("runs")
+if rank == "1" and life == "0":
+    while not own.with_name("0-0").exists():
+        time.sleep(0.01)
+    sys.exit(1)
+time.sleep(300)
+"""
+
+
+def test_a_failed_rank_ends_the_others_by_sigkill_and_torchrun_drains_on_sigterm(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    options = ["--rdzv_backend", BACKEND, "--rdzv_endpoint", "localhost", "--nproc_per_node", "2"]
+    command = ["-m", "torchft.launch.agent", *options, "--max_restarts", "1", str(script), str(tmp_path)]
+    agent = subprocess.Popen([sys.executable, *command])
+    try:
+        wait_for(agent, tmp_path / "1-0", tmp_path / "1-1")
+        assert (tmp_path / "0-0").read_text() == "runs"
+        agent.send_signal(signal.SIGTERM)
+        agent.wait(timeout=120)
+        assert [(tmp_path / f"1-{rank}").read_text() for rank in range(2)] == ["drained", "drained"]
+    finally:
+        kill_tree(agent)
+
+
+def wait_for(agent: subprocess.Popen[bytes], *files: Path) -> None:
+    deadline = time.monotonic() + 240
+    while not all(file.exists() and file.read_text() for file in files):
+        assert agent.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)

@@ -5,6 +5,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"syscall"
 	"time"
 )
 
@@ -123,11 +124,25 @@ var warned sync.Map
 // checkPermissions warns about a secret that others on this host can read.
 func checkPermissions(log *slog.Logger, setting, path string) {
 	info, err := os.Stat(path)
-	if err != nil || info.Mode().Perm()&0o077 == 0 {
+	if err != nil {
+		return
+	}
+	stat, ok := info.Sys().(*syscall.Stat_t)
+	if !exposed(info.Mode(), ok && int(stat.Uid) != os.Geteuid()) {
 		return
 	}
 	if _, before := warned.LoadOrStore(path, true); !before {
 		log.Warn("torchft: other users of this host can read a secret; chmod 600 it", "setting", setting,
 			"file", path, "mode", info.Mode().Perm().String())
 	}
+}
+
+// exposed reports whether others than the owner can read a file. One that belongs to another user is read by
+// its group: so Kubernetes gives the files of a Secret, which are root's, to the pod's group.
+func exposed(mode os.FileMode, ofOther bool) bool {
+	others := os.FileMode(0o077)
+	if ofOther {
+		others = 0o007
+	}
+	return mode.Perm()&others != 0
 }

@@ -54,3 +54,14 @@ func TestAHangingDiskDoesNotHoldUpCalls(t *testing.T) {
 		assert.Equal(t, "newest", w.Get(), "a disk that answers is waited for")
 	})
 }
+
+func TestASecretOfAnotherUserIsReadByItsGroup(t *testing.T) {
+	for mode, want := range map[os.FileMode]struct{ own, ofOther bool }{
+		0o600: {},
+		0o440: {own: true},
+		0o644: {own: true, ofOther: true},
+	} {
+		assert.Equal(t, want.own, exposed(mode, false), mode)
+		assert.Equal(t, want.ofOther, exposed(mode, true), mode)
+	}
+}

@@ -145,6 +145,7 @@ func TestAnEvictedGroupMayCommitTheStepInFlight(t *testing.T) {
 				synctest.Test(t, func(t *testing.T) {
 					c := fttest.NewCluster(t, 1)
 					a := &trainer{Group: c.StartGroup("a", 1), step: 1, committed: -1}
+					a.Ranks[0] = a.Dial("a") // in the process of its manager server: both stop together
 					var others []*trainer
 					for _, id := range []string{"b", "d"}[:order.others] {
 						others = append(others, &trainer{Group: c.StartGroup(id, 1), step: 1, committed: -1})

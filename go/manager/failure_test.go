@@ -63,6 +63,27 @@ func TestAFailureIsReportedToAllAndEndsTheirWait(t *testing.T) {
 	})
 }
 
+// The host of rank 0 sends the group's heartbeats, and the lighthouse notices their absence. Of the other hosts
+// the manager server notices the silence, within the same time.
+func TestAnyHostOfAGroupThatVanishesIsNoticed(t *testing.T) {
+	for rank := range 3 {
+		for _, idle := range []time.Duration{0, 300 * time.Millisecond, time.Minute} {
+			t.Run(fmt.Sprintf("of rank %d, %s after a step", rank, idle), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					c := fttest.NewCluster(t, 1)
+					a, b := c.StartGroup("a", 3), c.StartGroup("b", 3)
+					round(t, 0, a, b)
+					time.Sleep(idle)
+					a.Host(rank - 1).Vanish() // -1 is the manager server's
+					vanished := time.Now()
+					require.Equal(t, "a", nextFailure(t, b, 0).GetReplicaId())
+					assert.LessOrEqual(t, time.Since(vanished), 5*time.Second)
+				})
+			})
+		}
+	}
+}
+
 // The connection of a rank breaks twice in a row: the second time, too, the rank gets the whole grace to come
 // back.
 func TestEachBreakOfARanksConnectionHasItsGrace(t *testing.T) {

@@ -53,8 +53,8 @@ type Server struct {
 const spareConnections = 10_000
 
 // mostConnections returns how many connections to a manager server may be open. Each rank keeps one. After a
-// network failure all ranks reconnect before the server notices that the old connections are broken (rpc's
-// pings, 15 s). And the ranks of a healing group, as many again, connect to request the metadata of the
+// network failure all ranks reconnect before the server notices that the old connections are broken
+// (rpc.RankPings). And the ranks of a healing group, as many again, connect to request the metadata of the
 // checkpoint.
 func mostConnections(worldSize int64) int { return spareConnections + 3*int(worldSize) }
 
@@ -85,7 +85,7 @@ func NewServer(cfg ServerConfig) (*Server, error) {
 	}
 	s.machine = s.newMachine()
 	s.ctx, s.cancel = context.WithCancel(context.Background())
-	g := rpc.NewGRPC(gate, s.log, grpc.StatsHandler(connectionTracker{s}))
+	g := rpc.NewGRPC(gate, s.log, grpc.StatsHandler(connectionTracker{s}), rpc.RankPings())
 	torchftpb.RegisterManagerServiceServer(g, service{server: s})
 	torchftpb.RegisterRankServiceServer(g, sessions{service: service{server: s}})
 	s.rpc = rpc.Serve(lis, gate, g, s.handler(gate), s.log)

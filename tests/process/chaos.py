@@ -75,7 +75,7 @@ class Chaos:
     lighthouse_options: Sequence[str] = ()
     through: Flapping | None = None  # a proxy between the groups and the lighthouse
     options: Sequence[str] = ()  # options of each worker
-    hosts: Hosts | None = None  # a host for each group; the lighthouse runs on this machine
+    hosts: Hosts | None = None  # one for each group or for each rank; the lighthouse runs on this machine
     lives: list[Life] = field(default_factory=list)
     past: list[Life] = field(default_factory=list)
     spares: list[Life] = field(default_factory=list)
@@ -231,19 +231,23 @@ class Chaos:
     def _wait_for_log(self, child: Child, text: str) -> None:
         self.job.wait(lambda: text in child.log_tail(1000), KILL_BOUND_S, f"{child.name} logs {text!r}")
 
-    def cut(self, victim: int) -> Outcome:
-        """Cuts the network of a group's host without closing connections, and restores it when the
-        others have continued.
+    def cut(self, victim: int, rank: int = 0, bound_s: float = STOP_BOUND_S) -> Outcome:
+        """Cuts the network of a rank's host without closing connections, and restores it when the other
+        groups have continued.
         """
         assert self.hosts is not None
-        before = self._failures()
+        before, host = self._failures(), self._host(victim, rank)
         at = time.monotonic()
-        self.hosts.cut(victim)
+        self.hosts.cut(host)
         try:
-            outcome = self._after(self._others(victim), [victim], at, STOP_BOUND_S)
-            check_silenced(before, self._failures(), 1)
+            outcome = self._after(self._others(victim), [victim], at, bound_s)
+            # The manager server reports a silent rank as one whose connection broke.
+            new = self._failures() - before
+            assert rank == 0 or new["rank"] >= 1, f"not noticed by the rank's manager server: {new}"
+            if rank == 0:
+                check_silenced(before, self._failures(), 1)
         finally:
-            self.hosts.heal(victim)
+            self.hosts.heal(host)
         self.wait_together()
         return outcome
 
@@ -375,6 +379,11 @@ class Chaos:
 
     # Parts
 
+    def _host(self, group: int, rank: int) -> int:
+        """The number of a rank's host: rank 0 of each group has one, and the other ranks have the next."""
+        assert self.hosts is not None
+        return (group + self.groups * rank) % self.hosts.count
+
     def _address(self) -> str:
         """The address of the lighthouse and the stores, as the groups see it."""
         return self.hosts.address if self.hosts else "127.0.0.1"
@@ -432,15 +441,17 @@ class Chaos:
         names = [f"group{group}.{rank}-life{number}" for rank in range(self.ranks)]
         return Life(
             group,
-            [self._start(group, n, worker, {**env, "RANK": str(i)}) for i, n in enumerate(names)],
+            [self._start(group, i, n, worker, {**env, "RANK": str(i)}) for i, n in enumerate(names)],
             store,
         )
 
-    def _start(self, group: int, name: str, worker: Sequence[str | Path], env: dict[str, str]) -> Child:
+    def _start(
+        self, group: int, rank: int, name: str, worker: Sequence[str | Path], env: dict[str, str]
+    ) -> Child:
         if self.hosts is None:
             script, *args = worker
             return self.job.python(name, Path(script), *args, path=ours_path(), env=env)
-        command = [*self.hosts.command(group), sys.executable, *worker]
+        command = [*self.hosts.command(self._host(group, rank)), sys.executable, *worker]
         return self.job.start(name, command, path=ours_path(), env=env)
 
     def _prepare(self, group: int) -> None:

@@ -30,6 +30,22 @@ def test_a_host_that_is_cut_off_commits_nothing_and_heals_afterwards() -> None:
         chaos.finish()
 
 
+@pytest.mark.slow  # go/manager's TestAnyHostOfAGroupThatVanishesIsNoticed, in memory
+def test_the_host_of_another_rank_is_cut_off() -> None:
+    """Rank 1 sends no heartbeats: the pings of its group's manager server notice that its host is silent. The
+    job's heartbeat timeout is so long that nothing else does.
+    """
+    with Hosts(4) as hosts, Job() as job:
+        chaos = Chaos(
+            job, groups=2, ranks=2, hosts=hosts, lighthouse_options=["--heartbeat_timeout_ms=60000"]
+        )
+        chaos.start()
+        outcome = chaos.cut(1, rank=1, bound_s=20.0)
+        print(outcome)
+        assert outcome.lost <= 1
+        chaos.finish()
+
+
 @pytest.mark.slow  # the test above has hosts; go/sim has late and lost messages
 def test_hosts_that_are_far_away() -> None:
     """20 ms in each direction, and 1 % loss: no member fails because of that, and a failure is detected."""

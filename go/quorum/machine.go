@@ -286,6 +286,7 @@ func (m *Machine) adopted() {
 	m.suspicion.forget()
 	m.reconnect.forget()
 	m.standing.adopted()
+	m.poison.adopted(m.past.latest.Skipped)
 	m.watch.next(false)
 }
 

@@ -74,13 +74,14 @@ func (q *Quorum) Round() Claim {
 // Past is the record of a quorum that disks and logs keep: all that a lighthouse needs to continue after it.
 type Past struct {
 	ID      int64
-	Step    int64   // largest of its members when it was formed
-	Members []Voter // ordered by ReplicaID
+	Step    int64    // largest of its members when it was formed
+	Members []Voter  // ordered by ReplicaID
+	Skipped []string `json:",omitempty"`
 }
 
 // Past returns the part of the quorum that disks and logs keep.
 func (q *Quorum) Past() Past {
-	p := Past{ID: q.ID, Members: make([]Voter, len(q.Members))}
+	p := Past{ID: q.ID, Members: make([]Voter, len(q.Members)), Skipped: q.Skipped}
 	for i, m := range q.Members {
 		p.Members[i] = Voter{ReplicaID: m.ReplicaID, Address: m.Address}
 		p.Step = max(p.Step, m.Step)
@@ -269,7 +270,7 @@ func (m *memory) adopt(q *Quorum) {
 
 // remembered returns a quorum of which only the part that disks and logs keep is known.
 func (p Past) remembered(now time.Time) *Quorum {
-	q := &Quorum{ID: p.ID, Members: make([]Member, len(p.Members)), Created: now}
+	q := &Quorum{ID: p.ID, Members: make([]Member, len(p.Members)), Created: now, Skipped: p.Skipped}
 	for i, v := range p.Members {
 		q.Members[i] = Member{ReplicaID: v.ReplicaID, Address: v.Address, Step: p.Step}
 	}

@@ -3,6 +3,7 @@ package quorum
 import (
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strings"
 	"time"
@@ -62,7 +63,7 @@ type poison struct {
 // skipped is a unit of the batch of a step that the groups leave out.
 type skipped struct {
 	step int64
-	unit string
+	unit string // its name; no other step of the training has one of the same name
 }
 
 // sighting is an exception, and the members that it has ended.
@@ -126,22 +127,37 @@ func (p *poison) skips(e Raised, ended []string) bool {
 	if e.Skip == "" || len(ended) > mostEnded {
 		return false
 	}
-	unit, ofStep := skipped{e.Digest.Step, e.Skip}, 0
+	ofStep := 0
 	for _, s := range p.skipped {
-		if s == unit {
+		if s.unit == e.Skip {
 			return true // the member had not received a quorum that names it
 		}
-		if s.step == unit.step {
+		if s.step == e.Digest.Step {
 			ofStep++
 		}
 	}
 	if ofStep == mostOfStep {
 		return false
 	}
-	p.skipped = append(p.skipped[max(0, len(p.skipped)-mostDigests+1):], unit)
+	p.leaveOut(skipped{e.Digest.Step, e.Skip})
 	p.do(Skips{fmt.Sprintf("a unit is left out: the same exception has ended %s: %s\n%s",
 		strings.Join(ended, " and "), e.Digest, e.Text)})
 	return true
+}
+
+// leaveOut adds a unit to those that are left out.
+func (p *poison) leaveOut(unit skipped) {
+	p.skipped = append(p.skipped[max(0, len(p.skipped)-mostDigests+1):], unit)
+}
+
+// adopted goes on leaving out the units of a quorum that another lighthouse, or an earlier start of this one,
+// has formed. A quorum does not tell their steps, so they are named until the end of the training.
+func (p *poison) adopted(units []string) {
+	for _, unit := range units {
+		if !slices.ContainsFunc(p.skipped, func(s skipped) bool { return s.unit == unit }) {
+			p.leaveOut(skipped{math.MaxInt64, unit})
+		}
+	}
 }
 
 // leftOut returns the units that are left out at the step of these members, or later.

@@ -142,6 +142,38 @@ func TestQuorumsNameTheUnitsThatAreLeftOutUntilTheirStepIsOver(t *testing.T) {
 	assert.Equal(t, []string{"0.10.3"}, delivered.Skipped)
 }
 
+// A lighthouse that is started again, or the next leader, has the units from its disk, from the log or from a
+// member: the groups would end twice more by each of them.
+func TestUnitsAreLeftOutAfterARestartOfTheLighthouse(t *testing.T) {
+	q := &Quorum{ID: epoch.UnixMilli(), Members: []Member{{ReplicaID: "a:1", Step: 9}},
+		Skipped: []string{"0.10.3", "0.10.4"}}
+	for name, shown := range map[string]Recalled{
+		"disk": {Past: q.Past()}, "member": {Quorum: q, From: "a:1"},
+	} {
+		m := NewMachine(Policy{MinReplicas: 1, JoinTimeout: time.Minute, HeartbeatTimeout: 5 * time.Second},
+			epoch, 0)
+		m.Step(shown, epoch)
+		m.Step(shown, epoch)
+		var formed *Quorum
+		var kept Past
+		for _, action := range m.Step(Asked{Waiter: 1, Member: Member{ReplicaID: "a:1", Step: 10}}, epoch) {
+			switch a := action.(type) {
+			case Deliver:
+				formed = a.Quorum
+			case Keep:
+				kept = a.Past
+			}
+		}
+		require.NotNil(t, formed, name)
+		assert.Equal(t, q.Skipped, formed.Skipped, name)
+		assert.Equal(t, q.Skipped, kept.Skipped, name)
+		left, stopped := skips(m, "a:2", Digest{Step: 10}, "0.10.3")
+		assert.False(t, left || stopped, name)
+		m.poison.forget()
+		assert.Empty(t, m.poison.leftOut(q.Members), name)
+	}
+}
+
 // A job whose groups have all ended for a while is over: the next one may have other data.
 func TestAStoppedJobIsForgottenAfterItsEnd(t *testing.T) {
 	m := machineOf("a:1", "b:1")

@@ -9,7 +9,7 @@ import ssl
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
@@ -171,6 +171,16 @@ class HttpLighthouse:
                 f"no lighthouse answered ({e}); is it running, and is --lighthouse or {LIGHTHOUSE_ENV} its "
                 "address?"
             ) from None
+
+
+def tell_bad_node(lighthouse: str, job: str, node: str, reasons: Iterable[str]) -> str:
+    """Makes it an event of a job that a host should not train. Returns why it is none; empty: it is one."""
+    try:
+        text = f"node {node} should not train: {'; '.join(reasons)}"
+        HttpLighthouse(lighthouse, job)._ask("bad_node", "reason", text)
+    except (Unanswered, ValueError) as e:
+        return f"this is no event of the job: {e}"
+    return ""
 
 
 class LighthouseConnection:

@@ -85,6 +85,13 @@ func (f *Feed) Record(e Event) {
 	}
 }
 
+// Notices returns what History.Notices does.
+func (f *Feed) Notices() []Event {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.history.Notices()
+}
+
 // Failed counts the failure of a member. The event for the history is recorded separately, since it may name
 // several members.
 func (f *Feed) Failed(cause quorum.Cause) { f.meters.failures.WithLabelValues(string(cause)).Inc() }

@@ -5,6 +5,7 @@
 package dashboard
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"strings"
@@ -47,6 +48,8 @@ const (
 	Straggler Kind = "straggler"
 	// Corrupted : members have computed other gradients than others of the same unit.
 	Corrupted Kind = "corrupted"
+	// BadNode : a host is slow or broken, as its check says before its groups start.
+	BadNode Kind = "bad_node"
 	// Stacks : where the threads of one rank of such a member are.
 	Stacks Kind = "stacks"
 )
@@ -118,6 +121,7 @@ type Point struct {
 type History struct {
 	events []Event // a ring
 	next   int64   // id of the newest event; 0: there was none
+	newest map[Kind]Event
 	points []Point
 	latest Point         // of the latest round
 	every  time.Duration // the shortest interval between two points; 0 (pointEvery) before the first removal
@@ -139,7 +143,27 @@ func (h *History) Add(e Event) Event {
 	} else {
 		h.events[(e.ID-1)%mostEvents] = e
 	}
+	if slices.Contains(notices, e.Kind) {
+		if h.newest == nil {
+			h.newest = map[Kind]Event{}
+		}
+		h.newest[e.Kind] = e
+	}
 	return e
+}
+
+// notices are the kinds of events that no state of a member or of the job shows.
+var notices = []Kind{Skipped, Scaled, Corrupted, BadNode}
+
+// Notices returns the newest event of each of these kinds, the oldest first.
+func (h *History) Notices() (found []Event) {
+	for _, kind := range notices {
+		if e, known := h.newest[kind]; known {
+			found = append(found, e)
+		}
+	}
+	slices.SortFunc(found, func(a, b Event) int { return cmp.Compare(a.ID, b.ID) })
+	return found
 }
 
 // After returns the kept events with a larger id, the oldest first.

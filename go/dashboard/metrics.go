@@ -85,6 +85,12 @@ func newMeters(job string) *meters {
 			"Members that made no progress while others waited for them."),
 		Stopped: counter("torchft_job_stops_total",
 			"Exceptions that would have ended the job again and again, so that it was stopped."),
+		Skipped: counter("torchft_skipped_units_total",
+			"Units of batches that all groups leave out, since each of them would end with it."),
+		Scaled: counter("torchft_scalings_total",
+			"Decisions of scalers about the number of groups, and failures to carry one out."),
+		BadNode: counter("torchft_bad_nodes_total",
+			"Checks that found a host slow or broken before its groups start."),
 		Corrupted: counter("torchft_corrupted_gradients_total",
 			"Audits in which groups computed different gradients of the same unit."),
 		Regressed: counter("torchft_regressions_total",
@@ -137,7 +143,7 @@ func (m *meters) event(e Event) {
 	switch e.Kind {
 	case Killed, Drained, MemberStalled:
 		m.events[e.Kind].Add(float64(len(e.Left)))
-	case QuorumChanged, Stopped, Corrupted, Regressed:
+	case QuorumChanged, Stopped, Skipped, Scaled, BadNode, Corrupted, Regressed:
 		m.events[e.Kind].Inc()
 	case Healed:
 		m.heals.Inc()

@@ -13,6 +13,9 @@ type Status struct {
 	UnkeptMS int64  `json:"unkept_ms,omitempty"`
 
 	Snapshots Snapshots `json:"snapshots"`
+
+	// The newest event of each kind that neither members nor the other fields show (History.Notices).
+	Notices []Event `json:"notices,omitempty"`
 }
 
 // Snapshots says what the keepers of a job's hosts hold.

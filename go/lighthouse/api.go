@@ -72,29 +72,34 @@ func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, body about) {
 	}
 }
 
-// scaled is the body of a request that records a change of the number of groups. Something else makes the
-// change; the lighthouse shows it.
-type scaled struct {
+// notice is the body of a request that records an event of which the lighthouse knows nothing itself: a change
+// of the number of groups, the check of a host.
+type notice struct {
 	Reason string `json:"reason"`
 }
 
-func (s scaled) check() error {
-	if s.Reason == "" {
-		return errors.New("reason is empty: it says how the number of groups changes, and why")
+func (n notice) check() error {
+	if n.Reason == "" {
+		return errors.New("reason is empty: it says what happens, and why")
 	}
 	return nil
 }
 
-func (scaled) want() string { return `{"reason": "..."}` }
+func (notice) want() string { return `{"reason": "..."}` }
 
-func (s *Server) apiScaled(w http.ResponseWriter, r *http.Request, body scaled) {
-	j := s.jobFor(w, r)
-	if j == nil {
-		return
+// apiNotice returns the handler that records events of this kind; what is the line of the log.
+func (s *Server) apiNotice(
+	kind dashboard.Kind, what string,
+) func(http.ResponseWriter, *http.Request, notice) {
+	return func(w http.ResponseWriter, r *http.Request, body notice) {
+		j := s.jobFor(w, r)
+		if j == nil {
+			return
+		}
+		j.log.Info("torchft: "+what, "reason", body.Reason, "from", r.RemoteAddr)
+		j.board.Record(dashboard.Event{Time: time.Now(), Kind: kind, Reason: body.Reason})
+		dashboard.Answer(w, recorded{"recorded"})
 	}
-	j.log.Info("torchft: the number of replica groups", "reason", body.Reason, "from", r.RemoteAddr)
-	j.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Scaled, Reason: body.Reason})
-	dashboard.Answer(w, recorded{"recorded"})
 }
 
 // recorded is the answer to such a request.
@@ -126,7 +131,8 @@ func (j *job) drain(replicaID, why string) error {
 	return j.step(quorum.Drained{ReplicaID: replicaID, Reason: why})
 }
 
-// ask returns the handler of a route with a body. It checks the permission before it reads the body.
+// ask returns the handler of a route with a body. It checks the permission before it reads the body: all
+// processes of the job may record an event, from any host, since it changes nothing else.
 func ask[B body](
 	s *Server, what string, follow func(http.ResponseWriter, *http.Request, B),
 ) http.HandlerFunc {
@@ -137,8 +143,8 @@ func ask[B body](
 				fmt.Sprintf("%s %s is not allowed; allowed: POST", r.Method, r.URL.Path))
 			return
 		}
-		s.guarded(what, inJSON, func(w http.ResponseWriter, r *http.Request) {
-			var b B
+		var b B
+		serve := func(w http.ResponseWriter, r *http.Request) {
 			code, err := readBody(w, r, mostBody, b.want(), &b)
 			if err == nil {
 				code, err = http.StatusBadRequest, b.check()
@@ -148,7 +154,12 @@ func ask[B body](
 				return
 			}
 			follow(w, r, b)
-		})(w, r)
+		}
+		if _, records := any(b).(notice); !records {
+			s.guarded(what, inJSON, serve)(w, r)
+		} else if s.admits(w, r, what, "processes of the job") {
+			serve(w, r)
+		}
 	}
 }
 

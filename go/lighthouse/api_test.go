@@ -60,6 +60,7 @@ func TestTheAPIRefusesBadRequests(t *testing.T) {
 			{"an unknown member", "POST", "/kill", `{"replica_id": "<b>"}`, 404, `member "<b>" is not known`},
 			{"an unknown member", "POST", "/drain", `{"replica_id": "b"}`, 404, `member "b" is not known`},
 			{"no reason", "POST", "/scaled", `{}`, 400, "reason is empty"},
+			{"no reason", "POST", "/bad_node", `{}`, 400, "reason is empty"},
 			{"another job", "POST", "/scaled?job=x", `{"reason": "a"}`, 404, `no group of job "x" has joined`},
 			{"another method", "GET", "/kill", "", 405, "GET /api/v1/kill is not allowed; allowed: POST"},
 			{"another method", "DELETE", "/drain", "", 405, "allowed: POST"},
@@ -111,6 +112,15 @@ func TestChangesOverTheAPIWantTheToken(t *testing.T) {
 		code, answer = call(t, c, "POST", "/api/v1/scaled", why, right)
 		assert.Equal(t, 200, code)
 		assert.Equal(t, map[string]any{"done": "recorded"}, answer)
+		code, _ = call(t, c, "POST", "/api/v1/bad_node", `{"reason": "host b: XID 79"}`, right)
+		assert.Equal(t, 200, code)
+		time.Sleep(time.Second) // a status is shared for a while
+		_, status = call(t, c, "GET", "/api/v1/status", "", nil)
+		var notices []any
+		for _, event := range status["notices"].([]any) {
+			notices = append(notices, event.(map[string]any)["reason"])
+		}
+		assert.Equal(t, []any{"2 -> 3 groups", "host b: XID 79"}, notices)
 		code, answer = call(t, c, "POST", "/api/v1/kill", body, right)
 		assert.Equal(t, 200, code)
 		assert.Equal(t, map[string]any{"replica_id": "a", "done": "asked to end"}, answer)
@@ -125,6 +135,6 @@ func TestChangesOverTheAPIWantTheToken(t *testing.T) {
 				assert.Equal(t, "2 -> 3 groups", event["reason"])
 			}
 		}
-		assert.Equal(t, []any{"quorum", "drained", "scaled", "killed"}, kinds)
+		assert.Equal(t, []any{"quorum", "drained", "scaled", "bad_node", "killed"}, kinds)
 	})
 }

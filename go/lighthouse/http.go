@@ -37,7 +37,10 @@ func (s *Server) handler() http.Handler {
 	mux.HandleFunc("/api/v1/keepers", s.serveKeepers)
 	mux.HandleFunc("/api/v1/kill", ask(s, "kill", s.apiKill))
 	mux.HandleFunc("/api/v1/drain", ask(s, "drain", s.apiDrain))
-	mux.HandleFunc("/api/v1/scaled", ask(s, "scaled", s.apiScaled))
+	mux.HandleFunc("/api/v1/scaled", ask(s, "scaled",
+		s.apiNotice(dashboard.Scaled, "the number of replica groups")))
+	mux.HandleFunc("/api/v1/bad_node", ask(s, "bad node",
+		s.apiNotice(dashboard.BadNode, "a host should not train")))
 	if s.cluster == nil {
 		for _, path := range []string{"GET /cluster", "/api/v1/cluster/"} {
 			mux.HandleFunc(path, func(w http.ResponseWriter, r *http.Request) {

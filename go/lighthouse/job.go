@@ -399,5 +399,6 @@ func (j *job) status() dashboard.Status {
 		status.Unkept, status.UnkeptMS = why, unkept.Milliseconds()
 	}
 	status.Snapshots = j.server.keepers.snapshots(j.name, time.Now())
+	status.Notices = j.board.Notices()
 	return status
 }

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import median
 
+from torchft._lighthouse_http import tell_bad_node
 from torchft._manager.settings import BAD_NODE_STATUS
 from torchft._node import faults, figures, together
 from torchft._node.verdict import NETWORK, NodeVerdict, Report, named
@@ -32,17 +33,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.problems, report.unknown = faults.of_node()
     figures.measure(report, figures.devices(), _say, Deadline(deadline.left - together.NEEDED_SEC))
     verdict, number = NodeVerdict(), 0
-    if args.lighthouse:
+    if args.lighthouse and args.nodes > 1:
         left = deadline.left
         try:
             verdict, number = together.compare(report, args.lighthouse, args.job, args.nodes, left, _say)
         except (together.NotCompared, ValueError) as error:
             report.unknown.append(f"this node is not compared with others: {error}")
+    reasons = [*report.problems, *verdict.nodes.get(number, [])]
+    if reasons and args.lighthouse:
+        why = tell_bad_node(args.lighthouse, args.job, report.name, reasons)
+        report.unknown += [why] if why else []
     if args.json:
         print(json.dumps({**asdict(report), "number": number, "compared": asdict(verdict)}))
     else:
         print("\n".join(lines(report, verdict, number)))
-    return BAD_NODE_STATUS if report.problems or verdict.nodes.get(number) else 0
+    return BAD_NODE_STATUS if reasons else 0
 
 
 def lines(report: Report, verdict: NodeVerdict, number: int) -> list[str]:

@@ -73,7 +73,7 @@ def words(event: dict[str, Any]) -> str:
         return _line(when, event, [f"{', '.join(event['left'])} is slower than the others", event["reason"]])
     if event["kind"] == "stacks":
         return _line(when, event, [event["who"], f"{event['reason']}\n{event['stacks']}"])
-    if event["kind"] in ("stopped", "skipped", "scaled", "corrupted"):
+    if event["kind"] in ("stopped", "skipped", "scaled", "corrupted", "bad_node"):
         return _line(when, event, [event["reason"]])
     if event["kind"] == "refused":
         return _line(when, event, [f"{', '.join(event['left'])} was refused", event["reason"]])

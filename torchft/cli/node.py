@@ -7,8 +7,10 @@ import subprocess
 import sys
 from contextlib import suppress
 
+from torchft._lighthouse_http import tell_bad_node
 from torchft._manager.settings import BAD_NODE_STATUS
 from torchft._security import DEFAULT_JOB, JOB_ENV
+from torchft.addresses import node_name
 from torchft.launch import process_tree
 
 # The process ends by itself a little earlier. Nodes meet in this time, too.
@@ -31,12 +33,12 @@ def check(
     Returns:
         0; 69 if this node should not train, also if its check hangs or crashes; 1 if it could not be made.
     """
+    job = job or os.environ.get(JOB_ENV) or DEFAULT_JOB
     # As for a lighthouse (torchft/launch/lighthouse.py): not the torchft of the current directory.
     program = (
         f"import sys; sys.path[:] = {sys.path!r}; from torchft._node.check import main; sys.exit(main())"
     )
-    arguments = ["--job", job or os.environ.get(JOB_ENV) or DEFAULT_JOB]
-    arguments += ["--seconds", f"{_CHECK_SEC - _START_SEC:g}"]
+    arguments = ["--job", job, "--seconds", f"{_CHECK_SEC - _START_SEC:g}"]
     arguments += ["--lighthouse", lighthouse] if lighthouse else []
     arguments += ["--nodes", str(nodes)] if nodes else []
     arguments += ["--json"] if as_json else []
@@ -46,13 +48,17 @@ def check(
     try:
         status = process.wait(_CHECK_SEC)
     except subprocess.TimeoutExpired:
-        print(f"BAD   the check of this node did not end within {_CHECK_SEC:g} s", file=sys.stderr)
-        return BAD_NODE_STATUS
+        return _bad(f"the check of this node did not end within {_CHECK_SEC:g} s", lighthouse, job)
     finally:
         process.kill()
         with suppress(subprocess.TimeoutExpired):  # a driver may hold it
             process.wait(_END_SEC)
     if status < 0:
-        print(f"BAD   the check of this node ended by signal {-status}", file=sys.stderr)
-        return BAD_NODE_STATUS
+        return _bad(f"the check of this node ended by signal {-status}", lighthouse, job)
     return status
+
+
+def _bad(why: str, lighthouse: str, job: str) -> int:
+    unknown = tell_bad_node(lighthouse, job, node_name(), [why]) if lighthouse else ""
+    print("\n".join([f"BAD   {why}", *([f"warn  {unknown}"] if unknown else [])]), file=sys.stderr)
+    return BAD_NODE_STATUS

@@ -162,9 +162,9 @@ def _log_folder(given: Path | None, log: str) -> Path:
             folder = Path(f"{usual}-{jobs}")
 
 
-def _check_node(refuse: bool) -> None:
+def _check_node(refuse: bool, lighthouse: str) -> None:
     """Checks this host, which alone has the groups of this job."""
-    status = check()
+    status = check(lighthouse, nodes=1)
     if status and refuse:
         raise HostFails(
             f"node {node_name()} is not used (--check refuse): see the lines above", status=status
@@ -173,8 +173,6 @@ def _check_node(refuse: bool) -> None:
 
 def _run(args: Any) -> int:
     first, most = args.replicas
-    if args.check:
-        _check_node(args.check == "refuse")
     ready = ReadyProcess(str(args.script), {**os.environ, **environment(args.nproc_per_node)})
 
     def make_group(number: int) -> ReplicaGroup:
@@ -194,8 +192,10 @@ def _run(args: Any) -> int:
         if args.lighthouses == 1
         else watched_cluster(args.log_dir, options, args.lighthouses)
     )
-    with watched as (address, check_lighthouse):
+    with contextlib.closing(ready), watched as (address, check_lighthouse):
         print(f"lighthouse{'' if args.lighthouses == 1 else 's'}: {address}", flush=True)
+        if args.check:
+            _check_node(args.check == "refuse", address)
         _start_keeper()
         job = LocalJob(
             make_group, first, most, address, args.kill_every, args.seed, args.min_replicas, args.standby
@@ -215,7 +215,6 @@ def _run(args: Any) -> int:
             raise
         finally:
             job.kill()
-            ready.close()
             if control is not None:
                 control.close()
         print(f"done: {len(job.members)} groups" + (f", {job.kills} kills" if args.kill_every else ""))

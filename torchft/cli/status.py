@@ -11,6 +11,7 @@ from typing import Any
 from torchft._lighthouse_http import HttpLighthouse, Unanswered
 from torchft.cli.arguments import Parser, ask_of, duration
 from torchft.cli.cluster import summary
+from torchft.cli.events import words
 from torchft.cli.output import printable
 
 _WAIT_MS = 1000  # at least; short steps differ by more than their median
@@ -67,6 +68,7 @@ def table(status: dict[str, Any]) -> str:
         lines += [printable(line) for line in status["stopped"].splitlines()]
     if cluster := status.get("cluster"):
         lines.append(summary(cluster))
+    lines += [words(event) for event in status.get("notices", [])]
     if not members:
         return "\n".join([*lines, "no replica group is known"])
     width = max(len("group"), *(len(printable(member["replica_id"])) for member in members))

@@ -6,7 +6,7 @@ const MOST_EVENTS = 300;
 const MOST_POINTS = 4000;
 const ORDER = ["failed", "stalled", "suspect", "draining", "waiting", "joining", "healing", "standby", "training"];
 
-const EVENT_COLORS = { quorum: "training", healed: "training", recovered: "training", drained: "draining", ended: "draining" };
+const EVENT_COLORS = { quorum: "training", healed: "training", recovered: "training", scaled: "training", drained: "draining", ended: "draining" };
 
 const at = (id) => document.getElementById(id);
 const state = { head: null, rows: new Map(), events: [], points: [], lastEvent: 0 };
@@ -161,7 +161,7 @@ function drawChart() {
   let path = "";
   for (const p of parts) path += `${path ? "L" : "M"}${x(p.from).toFixed(1)} ${y(p.all).toFixed(1)}L${x(p.until).toFixed(1)} ${y(p.all).toFixed(1)}`;
   chart.append(svg("path", { class: "area", d: `${path}L1000 215L0 215Z` }), svg("path", { class: "line", d: path }));
-  const bad = (event) => ["failed", "killed", "stopped", "skipped"].includes(event.kind);
+  const bad = (event) => ["failed", "killed", "stopped", "skipped", "corrupted", "bad_node"].includes(event.kind);
   // Failures are drawn last, over other marks: the quorum without the failed groups begins at almost the same place.
   for (const event of [...state.events].sort((a, b) => bad(a) - bad(b))) {
     const when = Date.parse(event.time);
@@ -241,10 +241,9 @@ function words(event) {
   if (event.joined) parts.push(`${event.joined.join(", ")} joined`);
   if (event.left) parts.push(`${event.left.join(", ")} ${event.kind === "failed" ? "failed" : "left"}`);
   if (event.kind === "drained") return `${(event.left || []).join(", ")} is to leave at the end of a step; ${event.reason}`;
-  if (["stopped", "skipped", "scaled"].includes(event.kind)) return event.reason;
+  if (["stopped", "skipped", "scaled", "corrupted", "bad_node"].includes(event.kind)) return event.reason;
   if (event.kind === "stalled") return `the others wait for ${(event.left || []).join(", ")}; ${event.reason}`;
   if (event.kind === "straggler") return `${(event.left || []).join(", ")} is slower than the others; ${event.reason}`;
-  if (event.kind === "corrupted") return event.reason;
   if (event.kind === "stacks") return `${event.who}, ${event.reason}\n${event.stacks}`;
   if (event.kind === "refused") return `${(event.left || []).join(", ")} was refused; ${event.reason}`;
   if (event.who) parts.push(recovery(event));

@@ -45,9 +45,14 @@ def test_the_status_of_the_check(
     python.write_text(f'#!/bin/sh\necho "$$ $@" > {tmp_path}/started\n{script}\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
+    told: list[tuple[object, ...]] = []
+    monkeypatch.setattr(node, "tell_bad_node", lambda *given: told.append(given) or "")
+    monkeypatch.setenv("TORCHFT_NODE_NAME", "here")
     monkeypatch.setattr(node, "_CHECK_SEC", 5.0 if said.endswith("5 s") else 60.0)
     assert node.check("http://there:1", None, 4, as_json=True) == status
     assert capsys.readouterr().err.strip() == said
+    # The process itself tells the lighthouse, if it is able to.
+    assert told == ([("http://there:1", "default", "here", [said.removeprefix("BAD   ")])] if said else [])
     pid, *started = (tmp_path / "started").read_text().split()
     assert " ".join(started).endswith("--lighthouse http://there:1 --nodes 4 --json")
     with pytest.raises(ProcessLookupError):

@@ -139,11 +139,18 @@ def test_a_bad_host_is_named_or_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    checks: list[int] = []
-    monkeypatch.setattr(run, "check", lambda: checks.append(found) or found)
+    checks: list[tuple[str, int]] = []
+
+    def check(lighthouse: str, *, nodes: int) -> int:
+        checks.append((lighthouse, nodes))
+        return found
+
+    monkeypatch.setattr(run, "check", check)
     monkeypatch.setenv("TORCHFT_NODE_NAME", "here")
     assert main(["run", *options, __file__]) == status
-    assert groups.calls == (["kill"] if starts else []) and len(checks) == bool(options)
+    assert groups.calls == (["kill"] if starts else [])
+    # The lighthouse, which is told of a bad host, serves no other one.
+    assert checks == ([("http://localhost:1", 1)] if options else [])
     assert ("node here is not used (--check refuse)" in capsys.readouterr().err) is not starts
 
 

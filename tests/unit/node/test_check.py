@@ -7,8 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
+from torchft._lighthouse_http import HttpLighthouse
 from torchft._node import check, faults, figures, together
 from torchft._node.verdict import NodeVerdict, Report
+from torchft.cli.status import table
+from torchft.coordination import LighthouseServer
 
 COMPARED = NodeVerdict(
     {0: "a", 1: "b", 2: "here"},
@@ -54,6 +57,25 @@ def test_a_node_with_a_problem(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert capsys.readouterr().out.endswith("BAD   XID 79\n")
 
 
+def test_a_bad_node_is_an_event_of_the_job(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes that are one job alone are not compared: there is nothing to wait for."""
+    monkeypatch.setattr(faults, "of_node", lambda: (["XID 79"], []))
+    lighthouse = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    try:
+        address = lighthouse.address()
+        alone = ["--nodes", "1", "--lighthouse", address]
+        assert check.main(["--job", "default", "--seconds", "100", *alone]) == 69
+        assert "warn  this" not in capsys.readouterr().out
+        status = HttpLighthouse(address).get("/status")
+        assert "bad_node  node here should not train: XID 79\n" in table(status)
+        assert check.main([*ARGUMENTS, *alone]) == 69
+        assert "warn  this is no event of the job: " in capsys.readouterr().out
+    finally:
+        lighthouse.shutdown()
+
+
 @pytest.mark.parametrize(
     ("number", "status", "of_b"),
     [(2, 0, "warn  node b (1) is slow: memory: slow"), (1, 69, "BAD   memory: slow")],
@@ -65,6 +87,7 @@ def test_a_node_among_others(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(check, "tell_bad_node", lambda *_: "")
     comparing(monkeypatch, lambda: (COMPARED, number))
     assert check.main(WITH_OTHERS) == status
     shown = capsys.readouterr().out.splitlines()
@@ -74,6 +97,7 @@ def test_a_node_among_others(
 
 
 def test_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "tell_bad_node", lambda *_: "")
     comparing(monkeypatch, lambda: (COMPARED, 1))
     assert check.main([*WITH_OTHERS, "--json"]) == 69
     shown = json.loads(capsys.readouterr().out)

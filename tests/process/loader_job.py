@@ -109,7 +109,11 @@ class Elastic:
                 # In the last part the limit is never reached: the groups end with the last epoch, and do not
                 # pause.
                 orders = {group: {"until": until + last} for group in self.living}
-                for victim in random_.sample(sorted(self.living), part.kills):
+                victims = random_.sample(sorted(self.living), part.kills)
+                old = self.living.keys() - set(self.new)
+                if old and old.issubset(victims):
+                    victims = self.new[: part.kills]  # perhaps not healed when the last old one ends
+                for victim in victims:
                     orders[victim] |= {"fail_at": random_.randrange(begin + 1, until - 1)}
                     orders[victim] |= {"place": random_.choice(self.places)}
                 self._train(orders, until, last)
@@ -184,7 +188,7 @@ class Elastic:
         if len(self.new) < len(orders):
             # The quorum that the running groups request next includes only those new groups that have
             # requested it already.
-            self.job.wait(lambda: self._waiters() == len(self.new), 30, "new groups request a quorum")
+            self.job.wait(lambda: self._waiting().issuperset(self.new), 30, "new groups request a quorum")
             self._send(orders, [group for group in orders if group not in self.new])
         for group in list(victims):
             victim = self.living[group][-1]
@@ -213,9 +217,12 @@ class Elastic:
                 # it: they fail too, or wait for it until _train kills them.
                 child.send(**(orders[group] if rank + 1 == self.ranks else {"until": orders[group]["until"]}))
 
-    def _waiters(self) -> int:
+    def _waiting(self) -> set[int]:
+        """The groups that request a quorum: also an old one that has lost the last step of a part."""
         with urllib.request.urlopen(f"{self.lighthouse}/status", timeout=20) as answer:
-            return int(json.load(answer)["waiters"])
+            members = json.load(answer)["members"]
+        waiting = (member["replica_id"] for member in members if member["waiting"])
+        return {int(name.partition(":")[0].removeprefix("loader_")) for name in waiting}
 
     def _kill(self, group: int) -> None:
         for child in self.living.pop(group):

@@ -115,6 +115,7 @@ func (n *Node) askOften() {
 		if started {
 			look = n.judge
 			n.noteSilent(heard)
+			n.replaceLost(heard)
 		}
 		trouble := look(heard)
 		n.note(trouble)
@@ -227,6 +228,9 @@ func (n *Node) join(cluster string, members []raft.Server) (trouble string) {
 	n.mu.Unlock()
 	n.log.Info("torchft: this lighthouse is in a cluster", "cluster", cluster, "new", members != nil,
 		"self", n.cfg.Self)
+	if members == nil {
+		return "it does not know the members of the cluster yet" // it may be none
+	}
 	return ""
 }
 
@@ -247,15 +251,70 @@ func (n *Node) judge(heard map[string]answer) (trouble string) {
 	}
 	for _, s := range n.servers() {
 		switch {
+		case string(s.ID) == n.name && s.Suffrage == raft.Nonvoter:
+			return "it takes over the log, and has no vote yet" // until then none of the others may end
 		case string(s.ID) == n.name:
 			return n.lacksLeader(heard)
 		case addressOf(s.ID) == n.cfg.Self:
-			return fmt.Sprintf("the cluster knows this lighthouse with a state directory that it has lost: "+
-				"`torchft cluster remove %s`, then `torchft cluster add %s`", n.cfg.Self, n.cfg.Self)
+			return "the cluster knows this lighthouse with a state directory that it has lost, until its " +
+				"leader has replaced it"
 		}
 	}
-	return fmt.Sprintf("this lighthouse is not in the cluster: it waits for `torchft cluster add %s`",
-		n.cfg.Self)
+	return fmt.Sprintf("this lighthouse is not in the cluster: it waits for its leader, which replaces one "+
+		"that has lost its state directory, or for `torchft cluster add %s`", n.cfg.Self)
+}
+
+// replaceLost makes, on the leader, the next change for a lighthouse that has lost its directory.
+func (n *Node) replaceLost(heard map[string]answer) {
+	what, lost := nextChange(n.servers(), n.Identity().Cluster, heard)
+	n.mu.Lock()
+	leads := n.lead.Leads
+	n.mu.Unlock()
+	if what == "" || !leads {
+		return
+	}
+	ctx, cancel := context.WithTimeout(n.ctx, n.cfg.Timing.Call)
+	defer cancel()
+	err := n.change(ctx, what, func(r *raft.Raft) raft.Future {
+		id, address := lost.ID, raft.ServerAddress(lost.ID)
+		switch what {
+		case "learn":
+			return r.AddNonvoter(id, address, 0, n.cfg.Timing.Call)
+		case "remove":
+			return r.RemoveServer(id, 0, n.cfg.Timing.Call)
+		}
+		return r.AddVoter(id, address, 0, n.cfg.Timing.Call)
+	})
+	n.log.Warn("torchft: a lighthouse that has lost its state directory is replaced",
+		"lighthouse", addressOf(lost.ID), "change", what, "server", lost.ID, "error", err)
+}
+
+// nextChange returns the next change of the members for a lighthouse that answers at its address, in this
+// cluster, as another instance than the one that votes there: its directory is lost. The new instance becomes
+// a member without a vote, the lost one is removed, and the new one gets the vote. Each change follows from
+// the members alone, so that a later leader goes on. At no time does a majority need more lighthouses than
+// before, nor the new one before it has the log. A lighthouse that was removed on request stays removed.
+func nextChange(servers []raft.Server, cluster string, heard map[string]answer) (what string, s raft.Server) {
+	for _, lost := range servers {
+		address := addressOf(lost.ID)
+		a := heard[address]
+		if a.err != nil || a.Cluster != cluster || a.Self != address {
+			continue
+		}
+		now := raft.ServerID(nameOf(address, a.Instance))
+		at := slices.IndexFunc(servers, func(s raft.Server) bool { return s.ID == now })
+		switch {
+		case lost.ID != now && at < 0:
+			return "learn", raft.Server{ID: now}
+		case lost.ID != now:
+			return "remove", lost
+		case lost.Suffrage == raft.Nonvoter && !slices.ContainsFunc(servers, func(s raft.Server) bool {
+			return s.ID != now && addressOf(s.ID) == address
+		}):
+			return "vote", lost
+		}
+	}
+	return "", raft.Server{}
 }
 
 // lacksLeader returns why a member of the cluster has had no leader for long.
@@ -405,8 +464,8 @@ func (n *Node) Add(ctx context.Context, address string) error {
 		case string(s.ID) == name:
 			return nil
 		case addressOf(s.ID) == address:
-			return fmt.Errorf("adding %s: the cluster has a lighthouse with this address whose state "+
-				"directory is lost: remove it first", address)
+			return fmt.Errorf("adding %s: it has lost its state directory, and the leader replaces it by "+
+				"itself", address)
 		}
 	}
 	return n.change(ctx, "adding "+address, func(r *raft.Raft) raft.Future {

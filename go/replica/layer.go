@@ -199,7 +199,7 @@ func (l *layer) check(h hello) error {
 			addressOf(h.To), self)
 	case h.To != l.name:
 		return fmt.Errorf("%s has lost its state directory, or is another lighthouse with this address: "+
-			"remove it from the cluster, and add it again", self)
+			"the leader replaces it", self)
 	}
 	return nil
 }

@@ -99,7 +99,7 @@ func prepare(cfg Config) (*Node, error) {
 	n := &Node{
 		cfg: cfg, log: cfg.Logger, leads: make(chan Lead, 1), began: time.Now(), since: time.Now(),
 		shut: make(chan struct{}), warned: map[string]string{}, silent: map[string]int{},
-		leading: leading{last: clock.Now()},
+		leading: leading{last: clock.Now()}, trouble: "it has not asked the other lighthouses yet",
 	}
 	n.machine = &machine{bad: n.leave, states: map[string][]byte{}}
 	n.disk = &disk{limit: cfg.Timing.Disk, broken: n.leave}

@@ -173,7 +173,7 @@ def test_token_and_certificates_together(
         with pytest.raises(RuntimeError, match=r"with tls_ca \(TORCHFT_TLS_CA\) it must begin with https://"):
             LighthouseClient(plain, SOON)
         setting(monkeypatch, TLS_CA=None)
-        refused(lambda t: LighthouseClient(plain, t), "does it speak TLS")
+        refused(lambda t: LighthouseClient(plain, t), "its address must begin with https://")
     finally:
         server.shutdown()
         lighthouse.shutdown()

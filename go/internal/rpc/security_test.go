@@ -138,7 +138,7 @@ func TestWhichCallsAreAccepted(t *testing.T) {
 			client: auth.Security{TLSCA: ca.File, TLSCert: expired, TLSKey: keyOfExpired}, scheme: "https",
 			want: codes.Unavailable, wantError: "expired"},
 		{name: "plain to tls", server: tls, scheme: "http", want: codes.Unavailable,
-			wantError: "does it speak TLS? If it does, its address must begin with https://"},
+			wantError: "its address must begin with https://"},
 		{name: "tls to plain", client: auth.Security{TLSCA: ca.File}, scheme: "https",
 			want: codes.Unavailable, wantError: "does it speak no TLS? Then its address must begin with " +
 				"http://"},
@@ -159,6 +159,25 @@ func TestWhichCallsAreAccepted(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A server that hangs has a kernel that connects; when the server is killed, so are its connections.
+func TestAConnectionThatEndsBeforeAnAnswerIsNoSignOfTLS(t *testing.T) {
+	lis, err := rpc.TCP.Listen("127.0.0.1:0")
+	require.NoError(t, err)
+	go func() {
+		for {
+			conn, err := lis.Accept()
+			if err != nil {
+				return
+			}
+			_ = conn.Close()
+		}
+	}()
+	defer func() { require.NoError(t, lis.Close()) }()
+	err = beatWithin(t, 2*time.Second, auth.Security{}, "http://"+lis.Addr().String(), "a")
+	require.ErrorContains(t, err, "the connection ended before an answer: the server hung, or was ended")
+	require.NotContains(t, err.Error(), "does it speak TLS?")
 }
 
 func TestHTTPOverTLS(t *testing.T) {

@@ -63,7 +63,11 @@ func (h handshakes) note(err error) {
 		}
 	}
 	hint := "; does it speak TLS? If it does, its address must begin with https://"
-	if h.config != nil {
+	switch {
+	case h.config == nil && mute: // as of a process that was ended while it hung
+		hint = "; the connection ended before an answer: the server hung, or was ended, or it speaks TLS, " +
+			"and its address must begin with https://"
+	case h.config != nil:
 		hint = ""
 		if _, plain := errors.AsType[tls.RecordHeaderError](err); plain || errors.Is(err, io.EOF) {
 			hint = "; does it speak no TLS? Then its address must begin with http://"

@@ -60,7 +60,9 @@ def _check(words: list[str]) -> None:
     if program == "make":
         _make(rest)
     elif program in ("python", "python3"):
-        if rest[0] == "-m":
+        if rest[:2] == ["-m", "torchft.launch.agent"]:
+            _torchrun(rest[2:])
+        elif rest[0] == "-m":
             _flags(f"python -m {rest[1]}", _help_of_module(rest[1]), rest[2:])
         elif rest[0] != "-c":
             _script(rest)

@@ -1,16 +1,23 @@
-"""torchrun for a group on one host: `python -m torchft.launch.agent`, with torchrun's arguments.
+"""torchrun that ends with the status of its rank: `python -m torchft.launch.agent`, with its arguments.
 
-The c10d rendezvous of torchrun makes a single node wait, too: for up to 0.3 s, by chance, and for 0.15 s in
-which it looks at its own stack for its log. A restart by fork takes half a second in all.
+What starts it again, such as a Job of Kubernetes, decides by that status; torchrun's own is 1.
+
+For a group on one host it has a rendezvous of its own: torchrun's c10d makes a single node wait, too, for up
+to 0.3 s, by chance, and for 0.15 s in which it looks at its own stack for its log. A restart by fork takes
+half a second in all.
 """
 
 from __future__ import annotations
 
 import signal
+import sys
+import traceback
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import api as ranks
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousHandler,
@@ -21,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from torchft._forked import threaded
+from torchft._manager.settings import STOPPED_STATUS
 from torchft.addresses import loopback
 
 BACKEND = "torchft-host"
@@ -89,10 +97,27 @@ class HostRendezvous(RendezvousHandler):
         return True
 
 
+def main() -> None:
+    """Runs torchrun's main. SystemExit: a rank has failed; its code is that of the first one, or
+    STOPPED_STATUS if one of them ended with that, and as a shell has it for a signal.
+    """
+    rendezvous_handler_registry.register(BACKEND, HostRendezvous.from_parameters)
+    try:
+        run.main()
+    except ChildFailedError as e:
+        _end_as(e)
+
+
+def _end_as(e: ChildFailedError) -> NoReturn:
+    traceback.print_exc()  # as torchrun
+    first = e.get_first_failure()[1].exitcode
+    stops = any(failure.exitcode == STOPPED_STATUS for failure in e.failures.values())
+    sys.exit(STOPPED_STATUS if stops else first if first > 0 else 128 - first)
+
+
 if __name__ == "__main__":
     # With this signal torchrun ends the other ranks when one has failed. No step of theirs can be committed
     # any more, and at SIGTERM they would drain: one after another, each when its neighbour's connection ends.
     # A SIGTERM or SIGINT of torchrun itself is passed on as it is.
     ranks._get_default_signal = lambda: signal.SIGKILL
-    rendezvous_handler_registry.register(BACKEND, HostRendezvous.from_parameters)
-    run.main()
+    main()

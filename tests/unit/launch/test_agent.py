@@ -1,4 +1,4 @@
-"""torchrun for a group on one host; test_torchft_run starts groups with it."""
+"""torchrun for a group on one host, and its exit status; test_torchft_run starts groups with it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
 
+from torchft.launch import agent
 from torchft.launch.agent import BACKEND, HostRendezvous
 from torchft.launch.process_tree import kill_tree
 
@@ -86,3 +90,21 @@ def wait_for(agent: subprocess.Popen[bytes], *files: Path) -> None:
     while not all(file.exists() and file.read_text() for file in files):
         assert agent.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("codes", "status"), [([3, 1], 3), ([1, 65], 65), ([-15, 65], 65), ([-9], 137), ([66], 66)]
+)
+def test_it_ends_with_the_status_of_the_rank_that_failed_first(
+    codes: Sequence[int], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = {rank: ProcessFailure(rank, 100 + rank, code, "") for rank, code in enumerate(codes)}
+
+    def fail() -> None:
+        raise ChildFailedError("train.py", failures)
+
+    monkeypatch.setattr(run, "main", fail)
+    with pytest.raises(SystemExit) as ended:
+        agent.main()
+    assert ended.value.code == status
+    assert f"exitcode  : {codes[0]} " in capsys.readouterr().err

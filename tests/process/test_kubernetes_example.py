@@ -89,8 +89,8 @@ def test_three_lighthouses_know_each_other_by_the_names_of_their_pods() -> None:
     assert spec["replicas"] == 3 and f"--cluster={','.join(own)}" in command
     assert f"--bind=[::]:{port}" in command and f"--advertise=http://$(POD).{domain}" in command
     assert {"name": "POD", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}} in container["env"]
-    (mount,), (claim,) = container["volumeMounts"], spec["volumeClaimTemplates"]
-    assert mount["name"] == claim["metadata"]["name"] and f"--state_dir={mount['mountPath']}" in command
+    (mount,), (volume,) = container["volumeMounts"], spec["template"]["spec"]["volumes"]
+    assert mount["name"] == volume["name"] and f"--state_dir={mount['mountPath']}" in command
     (job,) = of_kind("Job")
     (group,) = job["spec"]["template"]["spec"]["containers"]
     assert environment(group)["TORCHFT_LIGHTHOUSE"] == ",".join(own)
@@ -102,7 +102,9 @@ def test_the_numbers_of_an_overlay_fit(overlay: str) -> None:
     (lighthouse,) = lighthouses["spec"]["template"]["spec"]["containers"]
     (group,) = job["spec"]["template"]["spec"]["containers"]
     values = environment(group)
-    groups, nodes = int(values["NUM_REPLICA_GROUPS"]), int(values.get("PET_NNODES", 1))
+    assert "NUM_REPLICA_GROUPS" not in values  # a template cannot be changed, and the number of groups can
+    nodes = int(values.get("PET_NNODES", 1))
+    groups = job["spec"]["completions"] // nodes
     assert groups / 2 < int(environment(lighthouse)["MIN_REPLICAS"]) < groups  # one may fail
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == groups * nodes
     # A rank for each device.
@@ -146,10 +148,11 @@ def test_each_pod_is_a_group_or_a_node_of_one(overlay: str) -> None:
     values = environment(group)
     assert "TORCHFT_RUN_ID" in values  # of the Job: the same for all of its pods, and for no later Job
     (text,) = group["args"]
-    start = "REPLICA_GROUP_ID=$JOB_COMPLETION_INDEX exec torchrun --standalone "
+    agent = "exec python -m torchft.launch.agent "
+    start = f"REPLICA_GROUP_ID=$JOB_COMPLETION_INDEX {agent}--standalone "
     if "PET_NNODES" in values:
-        number = "export REPLICA_GROUP_ID=$((JOB_COMPLETION_INDEX / PET_NNODES)); exec torchrun "
-        start = number + "--rdzv_backend torchft --rdzv_endpoint $TORCHFT_LIGHTHOUSE --rdzv_id "
+        number = "export REPLICA_GROUP_ID=$((JOB_COMPLETION_INDEX / PET_NNODES)); "
+        start = number + agent + "--rdzv_backend torchft --rdzv_endpoint $TORCHFT_LIGHTHOUSE --rdzv_id "
     assert text.startswith(start)
     check(text.rpartition("exec ")[2])
     grace = int(values["TORCHFT_GRACE_S"] or 0)

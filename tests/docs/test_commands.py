@@ -45,7 +45,6 @@ RUN = {
     ("README.md", "Try it"): 2,
     ("docs/run.md", "Run a job"): 3,
     ("docs/run.md", "By hand"): 2,
-    ("docs/run.md", "The loop of the README"): 1,
     ("docs/operating.md", "Security"): 5,
     ("docs/internals/correctness.md", "The simulation"): 1,
     ("docs/deploy.md", "Start the lighthouse"): 1,
@@ -310,19 +309,6 @@ def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Pa
         trains_with(2, second[1])
         for each in (first, second, of_lighthouse):
             ctrl_c(*each)
-
-
-@pytest.mark.slow  # test_train_readme.py runs the example
-@pytest.mark.timeout(280)
-def test_the_example_of_a_step(terminal: dict[str, str], tmp_path: Path) -> None:
-    activate, *_ = section("docs/run.md", "Run a job")
-    (run,) = section("docs/run.md", "The loop of the README")
-    output = bash(activate + run, tmp_path, terminal, 250)
-    assert "\ndone: 2 groups\n" in output
-    folder = tmp_path / re.findall(r"^logs: (\S+)$", output, re.M)[-1]
-    results = [re.findall(r"^weights (.*)$", (folder / f"group-{i}.log").read_text(), re.M) for i in range(2)]
-    (first,), (second,) = results
-    assert first == second and json.loads(first) == [[pytest.approx(1, abs=0.1)] * 2]
 
 
 @pytest.mark.slow  # tests/unit/test_security.py combines all settings

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ from documents import (
     indented_commands,
 )
 from hosts import Hosts
-from processes import free_port, processes_of
+from processes import free_port
 from programs import check
 
 from torchft.launch import process_tree
@@ -44,7 +43,6 @@ COMMANDS = [command for document, text in documents().items() for command in com
 RUN = {
     ("README.md", "Try it"): 2,
     ("docs/run.md", "Run a job"): 3,
-    ("docs/run.md", "By hand"): 2,
     ("docs/operating.md", "Security"): 5,
     ("docs/internals/correctness.md", "The simulation"): 1,
     ("docs/deploy.md", "Start the lighthouse"): 1,
@@ -187,34 +185,6 @@ def ends(folder: Path) -> list[dict[str, object]]:
     return [json.loads(lines[-1]) for lines in logs]
 
 
-def assert_equal_ends(output: str) -> None:
-    """Checks that two groups ended at the same step and with the same weights."""
-    ends = re.findall(
-        r"^group (\d) rank 0 ended at (step \d+, sha256 of the weights [0-9a-f]{64})$", output, re.M
-    )
-    (first, one), (second, other) = ends
-    assert {first, second} == {"0", "1"} and one == other
-
-
-@pytest.mark.slow  # the commands are those of test_train_ddp.py
-@pytest.mark.timeout(280)
-def test_a_job_by_hand(terminal: dict[str, str], tmp_path: Path) -> None:
-    """Uses a terminal for each command."""
-    activate, *_ = section("docs/run.md", "Run a job")
-    lighthouse, groups = section("docs/run.md", "By hand")
-    first_group, second_group = groups.strip().splitlines()
-    script = with_ports_of_our_own(
-        f"{lighthouse.strip()} --bind 127.0.0.1:29510 &\n"
-        f'{first_group} & groups=$!\n{second_group} & groups+=" $!"\n',
-        "29510",
-    )
-    assert script.count("--steps 20000") == 2 and script.count("--min_replicas 1") == 1
-    # No group ends before the other has started.
-    script = script.replace("--steps 20000", "--steps 20").replace("--min_replicas 1", "--min_replicas 2")
-    output = bash(f"{activate}{script}for group in $groups; do wait $group; done", tmp_path, terminal, 250)
-    assert_equal_ends(output)
-
-
 @pytest.mark.slow  # test_torchft_run.py and tests/unit/cli test each of the commands
 @pytest.mark.timeout(280)
 def test_a_job_of_torchft_run_and_its_status(terminal: dict[str, str], tmp_path: Path) -> None:
@@ -257,58 +227,6 @@ def test_a_job_of_torchft_run_and_its_status(terminal: dict[str, str], tmp_path:
         assert job.wait(60) == 130, log.read_text()
     finally:
         process_tree.kill_tree(job)
-
-
-@pytest.mark.slow  # test_train_demo.py tests Ctrl-C
-@pytest.mark.timeout(280)
-def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Path) -> None:
-    """After Ctrl-C for the first group the second one continues alone, and together with the first one once
-    that has been restarted. No process of a terminal is left behind.
-    """
-    activate, *_ = section("docs/run.md", "Run a job")
-    lighthouse, groups = section("docs/run.md", "By hand")
-    first_group, second_group = groups.replace("--steps 20000", "--steps 1000000").splitlines()
-    port = str(free_port())
-    logs: list[Path] = []
-    with contextlib.ExitStack() as running:
-
-        def start(command: str) -> tuple[subprocess.Popen[bytes], Path]:
-            folder = tmp_path / f"terminal-{len(logs)}"
-            folder.mkdir()
-            logs.append(folder / "output")
-            script = activate + command.replace("29510", port)
-            # Without copies: their keeper outlives the terminals.
-            env = {**terminal, "XDG_RUNTIME_DIR": str(folder), "TORCHFT_SNAPSHOTS": "0"}
-            process = process_tree.start(["bash", "-c", script], logs[-1], env, cwd=tmp_path)
-            running.callback(process_tree.kill_tree, process)
-            return process, folder
-
-        def until(condition: Callable[[], bool], seconds: float = 120) -> None:
-            deadline = time.monotonic() + seconds
-            while not condition():
-                tails = "\n".join(f"{log}:\n{log.read_text()[-3000:]}" for log in logs)
-                assert time.monotonic() < deadline, tails
-                time.sleep(0.05)
-
-        def ctrl_c(process: subprocess.Popen[bytes], folder: Path) -> None:
-            os.killpg(process.pid, signal.SIGINT)  # to all foreground processes, like a terminal
-            process.wait(60)
-            until(lambda: not processes_of(folder), 60)
-
-        def trains_with(groups: int, folder: Path) -> None:
-            """Waits for a new step with this number of groups."""
-            seen = len((folder / "output").read_text())
-            until(lambda: f" groups {groups}\n" in (folder / "output").read_text()[seen:])
-
-        of_lighthouse = start(f"{lighthouse.strip()} --bind 127.0.0.1:29510")
-        first, second = start(first_group), start(second_group)
-        trains_with(2, second[1])
-        ctrl_c(*first)
-        trains_with(1, second[1])
-        first = start(first_group)
-        trains_with(2, second[1])
-        for each in (first, second, of_lighthouse):
-            ctrl_c(*each)
 
 
 @pytest.mark.slow  # tests/unit/test_security.py combines all settings

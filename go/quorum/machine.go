@@ -197,7 +197,7 @@ func (m *Machine) take(event Event) (decide bool) {
 // request.
 func (m *Machine) asked(e Asked) bool {
 	id := e.Member.ReplicaID
-	if m.poison.verdict != "" {
+	if m.poison.refuses(e.Run) {
 		m.refuse(e.Waiter, Poisoned, m.poison.verdict)
 		return false
 	}

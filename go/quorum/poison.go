@@ -1,6 +1,7 @@
 package quorum
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"math"
@@ -34,8 +35,9 @@ const (
 	// A unit of a batch is left out only if it has ended at most mostEnded lives, since it may end them also
 	// when it is left out, and with it at most mostOfStep units of a step: else the code is at fault.
 	mostEnded, mostOfStep = 4, 2
-	// stoppedFor is how long a job without live members stays stopped. A launcher that starts its groups
-	// again has done so by then, and they have learnt why they are refused. The next job is another one.
+	// stoppedFor is how long a job without live members and without a run stays stopped. A launcher that
+	// starts its groups again has done so by then, and they have learnt why they are refused. The next job is
+	// another one.
 	stoppedFor = time.Minute
 )
 
@@ -49,13 +51,15 @@ const (
 //  2. Equal exceptions of two groups stop it, and those of two lives of one group: the second one had the
 //     state of a peer or of a checkpoint. An error of a device counts once for each group, since that device
 //     may be broken.
-//  3. While the job is stopped, no request is accepted.
+//  3. While the job is stopped, no request is accepted. It stays stopped for its run, however late a
+//     launcher starts the groups again.
 //  4. A unit that the groups ask to leave out instead (Raised.Skip) is named in each quorum at its step, so
 //     that all of them leave it out.
 type poison struct {
 	*core
 	seen    []sighting // the oldest first
 	verdict string     // why the job stops; empty: it does not
+	run     string     // of the groups that were refused since; empty: they named none
 	empty   time.Time  // since when no member has been alive while it is stopped; zero: one is
 	skipped []skipped
 }
@@ -177,10 +181,23 @@ func (p *poison) leftOut(members []Member) (units []string) {
 	return units
 }
 
+// refuses reports whether a request of a run is refused, because the job is stopped. One of another run begins
+// the next job, if no group of this one is alive.
+func (p *poison) refuses(run string) bool {
+	if p.run != "" && run != p.run && p.roster.counts.healthy == 0 {
+		p.forget()
+	}
+	if p.verdict == "" {
+		return false
+	}
+	p.run = cmp.Or(p.run, run)
+	return true
+}
+
 // tick forgets the verdict when the job has ended: the next one may have other data.
 func (p *poison) tick() {
 	switch {
-	case p.verdict == "":
+	case p.verdict == "" || p.run != "":
 	case p.roster.counts.healthy > 0:
 		p.empty = time.Time{}
 	case p.empty.IsZero():

@@ -196,6 +196,28 @@ func TestAStoppedJobIsForgottenAfterItsEnd(t *testing.T) {
 	assert.Empty(t, raises(t, m, "a:2", d, ended.Add(stoppedFor)))
 }
 
+// Kubernetes starts a pod again after ten minutes, if it has failed some times.
+func TestAStoppedRunStaysStopped(t *testing.T) {
+	m := machineOf("a:1", "b:1")
+	d := Digest{Type: "ValueError", Step: 10}
+	raises(t, m, "a:1", d, epoch)
+	require.NotEmpty(t, raises(t, m, "b:1", d, epoch))
+	asks := func(id, run string, now time.Time) (refused bool) {
+		for _, action := range m.Step(Asked{Waiter: 1, Member: Member{ReplicaID: id}, Run: run}, now) {
+			r, is := action.(Refuse)
+			refused = refused || is && r.Why == Poisoned
+		}
+		return refused
+	}
+	assert.True(t, asks("a:2", "r", epoch.Add(time.Second)))
+	later := epoch.Add(time.Hour)
+	m.Step(Tick{}, later)
+	m.Step(Tick{}, later.Add(2*stoppedFor))
+	assert.True(t, asks("a:3", "r", later.Add(3*stoppedFor)))
+	assert.False(t, asks("a:4", "s", later.Add(4*stoppedFor)), "another run is another job")
+	assert.Empty(t, m.poison.verdict)
+}
+
 func TestFewExceptionsAreRemembered(t *testing.T) {
 	m := machineOf("a:1")
 	for step := range int64(3 * mostDigests) {

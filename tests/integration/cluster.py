@@ -90,7 +90,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.lighthouse = LighthouseServer(
-            bind="[::]:0",
+            # Only of other hosts' lighthouses are keepers of snapshots awaited.
+            bind="127.0.0.1:0",
             min_replicas=self.min_replicas,
             join_timeout_ms=self.join_timeout_ms,
             heartbeat_timeout_ms=self.heartbeat_timeout_ms,

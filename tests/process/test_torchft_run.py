@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -116,6 +117,8 @@ def end(run: Command, at_least: int, number: int = signal.SIGINT) -> None:
     run.process.send_signal(number)
     assert run.process.wait(60) == 128 + number, run.report()
     assert_logs_are_named(run)
+    # The keeper outlives the job for a minute, and ends with its folder.
+    shutil.rmtree(os.environ["TORCHFT_SNAPSHOT_MEMORY"])
     deadline = time.monotonic() + 60
     while left := processes_of(run.folder):
         assert time.monotonic() < deadline, f"{left} are left"
@@ -128,6 +131,7 @@ def assert_logs_are_named(run: Command) -> None:
     assert run.log.read_text().splitlines()[-1] == f"logs: {run.folder / 'logs'}"
 
 
+@pytest.mark.slow  # test_run_kills_and_restarts_groups ends with Ctrl-C
 @pytest.mark.timeout(240)
 def test_a_closed_terminal_leaves_no_process(tmp_path: Path) -> None:
     with training(tmp_path) as run:
@@ -307,6 +311,7 @@ def test_a_group_that_is_killed_after_the_end_trains_nothing_again(tmp_path: Pat
     assert lives == {"life-1-1": True, "step-1-0": True, "step-1-1": False}
 
 
+@pytest.mark.slow  # tests/unit/launch/test_job.py has it without processes
 @pytest.mark.timeout(240)
 def test_an_error_behind_the_loop_of_all_groups_is_that_of_the_job(tmp_path: Path) -> None:
     """Each group comes back, is told that the training has ended, and trains nothing again."""
@@ -322,6 +327,7 @@ def test_an_error_behind_the_loop_of_all_groups_is_that_of_the_job(tmp_path: Pat
     assert not run.shows("^done"), run.report()
 
 
+@pytest.mark.slow
 @pytest.mark.hosts
 @pytest.mark.timeout(240)
 def test_a_job_on_a_host_that_cannot_resolve_localhost(tmp_path: Path) -> None:
@@ -336,6 +342,7 @@ def test_a_job_on_a_host_that_cannot_resolve_localhost(tmp_path: Path) -> None:
     assert run.shows(r"^done: 1 group") and "cannot be retrieved" not in run.report(), run.report()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_jobs_that_start_in_the_same_second_are_separate(tmp_path: Path) -> None:
     """Two pairs, in one folder. Otherwise two jobs write to the same logs, and both find the lighthouse of
@@ -439,6 +446,7 @@ def test_a_sample_that_cannot_be_trained_on_stops_the_job_with_its_traceback(tmp
     assert 1 <= logs.count("\nValueError: sample 13 is poison") <= 2, "a verdict after two failures"
 
 
+@pytest.mark.slow  # the test above; tests/unit/manager/test_poison.py has the rule
 @pytest.mark.timeout(400)
 def test_a_unit_that_cannot_be_trained_on_is_left_out(tmp_path: Path) -> None:
     script = tmp_path / "poisoned.py"
@@ -457,6 +465,7 @@ def test_a_unit_that_cannot_be_trained_on_is_left_out(tmp_path: Path) -> None:
     assert (skipped["epoch"], skipped["step"]) == (1, 8 + skipped["batch"])
 
 
+@pytest.mark.slow  # tests/unit/launch/test_job.py has it without processes
 @pytest.mark.timeout(240)
 def test_a_script_that_raises_at_once_ends_the_job_with_its_error(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"

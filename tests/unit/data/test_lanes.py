@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import pytest
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import _utils, get_worker_info
 
 from tests.unit.data.streaming import Files, Sample
 from tests.unit.data.test_loader import Alone
@@ -94,6 +94,7 @@ def test_workers_that_hang_at_their_begin_are_started_again(
 ) -> None:
     monkeypatch.setattr(torch, "manual_seed", Hangs(1))
     monkeypatch.setattr(_lanes, "_BEGIN_S", (1.0, 60.0))
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)  # the wait for the end of one that hangs
     expected = train(make(data=data))
     found = train(make(data=data, num_workers=2))
     samples = [[sample if isinstance(sample, int) else sample[0] for sample in step] for step in found]
@@ -104,6 +105,7 @@ def test_workers_that_hang_at_their_begin_are_started_again(
 def test_workers_that_never_begin_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "manual_seed", Hangs(9))
     monkeypatch.setattr(_lanes, "_BEGIN_S", (0.5,))
+    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.1)
     with pytest.raises(ReadFailed, match="WorkersHang: worker processes did not begin in 1 attempts: they"):
         train(make(num_workers=1))
 

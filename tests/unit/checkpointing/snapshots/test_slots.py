@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
+from tests.unit.children import run_python
 from torchft import _keeper
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.snapshots import slots
@@ -247,11 +248,12 @@ def test_one_trainer_holds_the_slots_of_a_rank(folder: Path) -> None:
     assert other is not None
     take = "import sys; from pathlib import Path; from torchft.checkpointing.snapshots.slots import hold; "
     take += f"sys.exit(hold(Path({str(folder.parent / 'rank-1')!r})) is None)"
-    assert subprocess.run([sys.executable, "-c", take], check=False).returncode == 1
+    assert run_python(take).returncode == 1
     slots.let_go(other)
-    assert subprocess.run([sys.executable, "-c", take], check=False).returncode == 0
+    assert run_python(take).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_child_that_outlives_the_trainer_holds_no_slots(folder: Path) -> None:
     """As a worker of a DataLoader, which looks every five seconds whether its parent lives."""
     rank = folder.parent / "rank-1"

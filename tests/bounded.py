@@ -20,7 +20,7 @@ import pytest
 T = TypeVar("T")
 
 # The limit of a test, unless its mark `slow(minutes=...)` names another.
-SLOW_MINUTES, OTHER_MINUTES = 3.0, 0.5
+SLOW_MINUTES, OTHER_MINUTES = 1.5, 0.5
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,9 +52,9 @@ def todays(seed: int) -> int:
 
 def often(histories: int) -> int:
     """Returns how many random histories a test plays: all if SEED is set, as by `make test-all`, else a
-    fifth.
+    twentieth.
     """
-    return histories if os.environ.get("SEED") else histories // 5
+    return histories if os.environ.get("SEED") else histories // 20
 
 
 def rotated(items: Iterable[T], seed: str) -> list[T]:

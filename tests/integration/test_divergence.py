@@ -27,7 +27,7 @@ Wrap = Callable[[Manager, nn.Module], nn.Module]
 
 GROUPS = 3
 SWEEP = 5  # commits
-FLIPS = often(20)
+FLIPS = max(2, often(20))
 WITHIN = SWEEP + min(EXCHANGE, SWEEP)  # steps within which a difference is found
 
 
@@ -142,7 +142,9 @@ SLOW = pytest.mark.slow
 
 # A weight, a bias, and two tensors of the optimizer's state. The slow ones differ from the others in the
 # tensor's place only, which test_flipped_bits_are_healed draws.
-@pytest.mark.parametrize("tensor", [0, pytest.param(3, marks=SLOW), pytest.param(4, marks=SLOW), 11])
+@pytest.mark.parametrize(
+    "tensor", [pytest.param(0, marks=SLOW), pytest.param(3, marks=SLOW), pytest.param(4, marks=SLOW), 11]
+)
 def test_a_flipped_bit_is_named_by_all_groups(tensor: int, reported: list[Any]) -> None:
     training = Training([Flip(7, 1, tensor, 23)], steps=7 + WITHIN + 1, settings={})
     run(training)
@@ -159,7 +161,7 @@ def unwrapped(manager: Manager, model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, unwrapped])
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, pytest.param(unwrapped, marks=SLOW)])
 def test_flipped_bits_are_healed(wrap: Wrap, reported: list[Any]) -> None:
     """Bits of mantissas only: a NaN would be in the next average, and so in all groups."""
     choose, every = random.Random(1), WITHIN + 3

@@ -7,7 +7,7 @@ from typing import Optional
 
 import pytest
 
-from tests.bounded import todays
+from tests.bounded import often, todays
 from torchft._manager.checks.divergence import (
     BUCKETS,
     CPU_PIECE,
@@ -263,7 +263,7 @@ class Job:
         self.healing.clear()
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(often(800)))
 def test_random_histories(seed: int) -> None:
     """Bits flip, groups heal for other reasons and steps are lost: a difference is reported in time for the
     group that differs, and for no other group.

@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from tests.bounded import often
 from torchft._agreement import CONNECTIONS, announce
 from torchft._manager.connection import Connection
 from torchft._manager.handover import Connections, Way, decide, name_of
@@ -325,7 +326,7 @@ def _plan(
     return Plan(**fields)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(often(120)))
 def test_random_histories(seed: int) -> None:
     history = History(seed)
     history.join()

@@ -325,7 +325,7 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
 def test_random_histories_of_groups_of_several_ranks() -> None:
     """All ranks of a group end their heals in the same step, also if one rank votes no."""
     healed = again = 0
-    histories = often(400)
+    histories = often(1600)
     for seed in range(histories):
         chance = random.Random(seed)
         trouble = chance.choice([0.0, 0.05, 0.2])

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.bounded import often
 from torchft._manager.snapshots.rate import FIRST_SHARE, SHARE, Rate, interval
 
 
@@ -72,7 +73,7 @@ def test_copies_become_more_frequent_slowly_and_rarer_at_once() -> None:
 
 def test_the_cost_stays_below_a_percent_whatever_a_copy_costs() -> None:
     draw = random.Random(46)
-    for _ in range(200):
+    for _ in range(often(200)):
         step, cost = 10 ** draw.uniform(-2, 1), 10 ** draw.uniform(-3, 1)
         took = cost * draw.uniform(1, 3)
         rate, lost, total = Rate(), 0.0, 0.0

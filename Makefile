@@ -51,24 +51,18 @@ BUILD_WHEEL = $(UV) build --quiet --wheel --python $(PY) --out-dir $(DIST) .
 endif
 INSTALL = $(PIP_INSTALL) --constraint $(LOCK)
 
-# The machines, which have no goroutine, lock or clock, so that nothing can race.
-GO_PURE := ./gossip/agree ./quorum ./recovery ./rendezvous ./round ./slots
-# The simulation: with the race detector its histories take ten times as long, so it plays only some.
-GO_SIM := ./sim
 # These read files outside of the module, which Go's cache of results does not notice: they always run.
 GO_READERS := ./internal ./torchftpb
-# Servers and clients, with the race detector. A test in go/internal compares the three lists with the packages.
-GO_RACE := ./cmd/... ./dashboard ./gossip ./heal ./internal/auth ./internal/clock ./internal/fttest ./internal/admission ./internal/logging ./internal/rpc ./internal/testmain ./internal/tracing ./internal/wire ./keeper ./lighthouse ./manager ./membership/... ./pyapi/... ./rankclient ./replica
 # Tools of a module of their own, so that its requirements are not those of the library.
 GO_TOOL = $(GO) tool -modfile=tools/go.mod
 GOLANGCI = $(GO_TOOL) golangci-lint
 # In no module with others, since it needs an older YAML parser than they do.
 ACTIONLINT = github.com/rhysd/actionlint/cmd/actionlint@v1.7.12
-# A failed test runs once more, unless it failed with a data race: python/build/lanes.py reads the report.
+# A failed test runs once more: python/build/lanes.py reads the report.
 # -trimpath: the compiled packages are those that the library is built from, and those of a clone in another folder.
 RERUNS ?= 1
 GO_TESTS = $(GO_TOOL) gotestsum --format=standard-quiet --rerun-fails=$(RERUNS) --rerun-fails-max-failures=1 \
-	--rerun-fails-run-root-test --rerun-fails-abort-on-data-race --rerun-fails-report=../build/test/flaky-$(1).txt \
+	--rerun-fails-run-root-test --rerun-fails-report=../build/test/flaky-$(1).txt \
 	--packages="$(2)" -- -trimpath -vet=off -timeout 10m
 
 # An install must not run beside a build.
@@ -106,12 +100,10 @@ test: $(VENV)/with-test $(LIBRARY) ## the tests of Go and Python, side by side: 
 test-all: $(VENV)/with-test $(VENV)/with-ray $(VENV)/with-lock $(LIBRARY) ## all that ever found a mistake, with the seeds of today, for TIME=2h at most
 	$(PY) python/build/night.py --time $(TIME)
 
-test-go: $(PY) ## Go's tests: the simulation, and servers with the race detector
+test-go: $(PY) ## Go's tests; make test-all repeats them with the race detector
 	mkdir -p build/test
-	cd go && DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json ../docs/internals/*.md ../docs/internals/*.json | cksum)" $(call GO_TESTS,pure,$(GO_PURE) $(GO_SIM))
+	cd go && DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json ../docs/internals/*.md ../docs/internals/*.json | cksum)" $(call GO_TESTS,all,./...)
 	cd go && $(call GO_TESTS,readers,$(GO_READERS)) -count=1
-	cd go && DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json ../docs/internals/*.md ../docs/internals/*.json | cksum)" $(call GO_TESTS,race,$(GO_RACE)) -race -p 2
-	cd go && $(call GO_TESTS,rules,$(GO_SIM)) -race -run '^TestTheRulesHold$$'
 
 test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need CUDA devices, and a table of what ran; without a device none does
 	$(PY) -m tests.gpu.run

@@ -150,8 +150,8 @@ func TestOnlyTheCommandTakesSignals(t *testing.T) {
 	}
 }
 
-// `go test` does not report skipped tests. Only two kinds of tests may skip: tests that a flag turns on, and
-// tests that need a network namespace, which the Makefile reports. Any other skip is a failure under CI=true.
+// `go test` does not report skipped tests. Only these tests may skip: those that a flag or FULL turns on, and
+// those that need a network namespace, which the Makefile reports. Any other skip is a failure under CI=true.
 func TestASkipIsAFailureUnderCI(t *testing.T) {
 	allowed := regexp.MustCompile(`t\.Skip\("-|"this system makes no network for a test:"`)
 	tests, err := filepath.Glob("../*/*_test.go")
@@ -167,29 +167,6 @@ func TestASkipIsAFailureUnderCI(t *testing.T) {
 				!strings.HasPrefix(path, "../internal/testmain/") {
 				assert.Regexp(t, allowed, line, "%s: call testmain.Skip", path)
 			}
-		}
-	}
-}
-
-// The Makefile lists the packages that are tested with the race detector, and those that are not: each
-// package with tests is in one of the lists.
-func TestMakeTestsEachPackageOnce(t *testing.T) {
-	makefile, err := os.ReadFile("../../Makefile")
-	require.NoError(t, err)
-	times := map[string]int{}
-	for _, list := range []string{"GO_PURE", "GO_SIM", "GO_READERS", "GO_RACE"} {
-		line := regexp.MustCompile(`(?m)^` + list + ` := (.+)$`).FindSubmatch(makefile)
-		require.NotNil(t, line, "the Makefile has no line `%s := ...`", list)
-		for name := range packages(t, strings.Fields(string(line[1]))...) {
-			times[name]++
-			assert.False(t, list == "GO_RACE" &&
-				slices.Contains([]string{"gossip/agree", "quorum", "recovery", "rendezvous", "round"}, name),
-				"%s has nothing to race", name)
-		}
-	}
-	for name, p := range packages(t) {
-		if len(p.TestGoFiles)+len(p.XTestGoFiles) > 0 {
-			assert.Equal(t, 1, times[name], "times that `make test-go` tests %s", name)
 		}
 	}
 }

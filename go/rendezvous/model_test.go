@@ -15,7 +15,7 @@ import (
 // that is restarted with and without its state. Each released round is checked against the views of the
 // agents. At the end, when there are no more failures, as many nodes must train as the settings allow.
 func TestRandomHistories(t *testing.T) {
-	histories := uint64(200)
+	histories := uint64(50)
 	if testmain.Full() {
 		histories = 500
 	}

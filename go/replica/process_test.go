@@ -128,7 +128,7 @@ func TestAStoppedLeaderThatWakesChecksFirst(t *testing.T) {
 		t.Cleanup(func() { p.kill() })
 		all = append(all, p)
 	}
-	rounds := 3
+	rounds := 1
 	if testmain.Full() {
 		rounds = 50
 	}

@@ -134,6 +134,7 @@ func TestTheMistakesAreCounted(t *testing.T) {
 }
 
 func TestMistakesAreFound(t *testing.T) {
+	testmain.Slow(t)
 	if testmain.Race() {
 		return // no mistake is a race
 	}

@@ -366,6 +366,7 @@ func record(t *testing.T, sources testmain.Sources, name string) {
 }
 
 func TestMistakesAreFound(t *testing.T) {
+	testmain.Slow(t)
 	if testmain.Race() {
 		return // no mistake is a race
 	}

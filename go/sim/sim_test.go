@@ -35,7 +35,7 @@ func TestMain(m *testing.M) {
 	testmain.Run(m)
 }
 
-// budget returns how many histories a test plays: n, with FULL=1 ten times as many, and few with the race
+// budget returns how many histories a test plays: n/3, with FULL=1 ten times n, and few with the race
 // detector.
 func budget(n int) int {
 	switch {
@@ -44,7 +44,7 @@ func budget(n int) int {
 	case testmain.Full():
 		return 10 * n
 	}
-	return n
+	return max(1, n/3)
 }
 
 func TestTheRulesHold(t *testing.T) {

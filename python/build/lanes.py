@@ -1,8 +1,7 @@
 """Runs commands in parallel, each with its own log: `make test`, and functions for night.py.
 
 `make test` runs its parts on some lanes: the longest part first, and the next one when a lane is free. Tests
-with real processes are one part, so that no two of them run at once, because they measure time. Those of
-whole jobs, which measure none, are another one.
+with real processes are one part, so that no two of them run at once, because they measure time.
 """
 
 from __future__ import annotations
@@ -243,11 +242,7 @@ def pytest(name: str, *arguments: str, folder: Path = FOLDER) -> list[str]:
     ]
 
 
-# Tests of whole jobs and of the page, in tests/process, and the half of the unit tests that communicates.
-JOBS = [
-    f"tests/process/test_{name}.py"
-    for name in ("dashboard", "interfaces_examples", "torchft_run", "train_demo", "train_readme")
-]
+# The half of the unit tests that communicates.
 GROUPS = ["tests/unit/process_group", "tests/unit/checkpointing"]
 
 
@@ -260,11 +255,10 @@ def parts_of_test() -> list[Part]:
     return [
         Part("unit", pytest("unit", "tests/unit", *without(GROUPS))),
         Part("groups", pytest("groups", *GROUPS)),
-        Part("process", pytest("process", "tests/process", *without(JOBS))),
+        Part("process", pytest("process", "tests/process")),
         Part("other", pytest("other", *without(["tests/process", "tests/unit", "tests/late"]))),
         # In a separate process, because PyTorch has an accelerator once the test accelerator is registered.
         Part("late", pytest("late", "tests/late")),
-        Part("jobs", pytest("jobs", *JOBS)),
         Part("go", [os.environ.get("MAKE", "make"), "--no-print-directory", "test-go"]),
     ]
 

@@ -1,9 +1,10 @@
 """`make test-all`: every kind of test, for a given time, with the date as the seed.
 
-One lane runs all of pytest: slow tests first, without reruns, and without a fork server for processes. The
-other lane runs Go's tests with the race detector, the simulation, chaos (kills of real processes), the fuzz
-targets, and longer simulations. The report at the end lists the parts that ran and those that were skipped,
-and how to repeat a failure.
+One lane runs pytest without reruns, and without a fork server for processes: the slow tests, and, where there
+is time, then the others, which `make test` runs, too. The other lane runs Go's tests with the race detector,
+the machines and the simulation at full size, chaos (kills of real processes), the fuzz targets, and longer
+simulations; each day another kind of them is the first. The report at the end lists the parts that ran and
+those that were skipped, and how to repeat a failure.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import lock
 from lanes import ROOT, Part, Result, clock, ends_on_signals, pytest, run, show
+
+T = TypeVar("T")
 
 FOLDER = Path("build/night")
 # The parts that run pytest; the tests of the test accelerator run in a separate process.
@@ -32,13 +36,15 @@ GO = os.environ.get("GO") or "go"
 OVER_S = 90.0
 # One lane uses one core. By default Go spends up to a minute minimizing each input that reaches new code.
 FUZZ_OPTIONS = ("-parallel=1", "-fuzzminimizetime=1s")
-# Shares of the time. Go's tests with the race detector always take some four minutes.
+# The machines have no goroutine, lock or clock: nothing can race.
+PURE = ("gossip/agree", "quorum", "recovery", "rendezvous", "round", "slots")
+# Shares of the time.
 FUZZ_S, FUZZ_LEAST_S, FUZZ_SHARE = 28.0, 5.0, 0.24
 CHAOS_SHARE, CHAOS_LEAST_S = 0.2, 90.0
 SOAK_SHARE, LIGHTHOUSES_SHARE, SOAK_LEAST_S = 0.13, 0.02, 10.0
 # Parts that take minutes and cannot be limited run only if the total time is at least this: the tests of the
-# simulations with planted mistakes, and the tests of the test accelerator; at
-# twice this time those with the oldest releases that users may install, too.
+# simulations with planted mistakes, and the tests that `make test` runs, too; at twice this time those with
+# the oldest releases that users may install.
 LONG_S = 1800.0
 # A time that suffices for every part.
 ALL_S = 7200.0
@@ -96,7 +102,13 @@ def fuzz_targets(go: Path = ROOT / "go") -> list[tuple[str, str]]:
     return found
 
 
-def rotated(things: Sequence[Part], seed: int) -> list[Part]:
+def racing(go: Path = ROOT / "go") -> str:
+    """The packages with tests in which something can race."""
+    names = {path.parent.relative_to(go).as_posix() for path in go.rglob("*_test.go")}
+    return " ".join(f"./{name}" for name in sorted(names - set(PURE)))
+
+
+def rotated(things: Sequence[T], seed: int) -> list[T]:
     """Rotates the parts by the seed, so that a short time does not skip the same ones each day."""
     n = seed % max(len(things), 1)
     return [*things[n:], *things[:n]]
@@ -114,8 +126,10 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
         "FORK_SERVER": "0",
         "NIGHT_UNTIL": f"{until:.0f}",
     }
-    tests = Part("pytest", pytest("pytest", "-m", "", folder=FOLDER), env=settings)
-    late = Part("late", pytest("late", "-m", "", "tests/late", folder=FOLDER), env=settings, needs_s=60)
+    # A short night has no time for the tests of `make test`.
+    marked = "" if time_s >= LONG_S else "slow"
+    tests = Part("pytest", pytest("pytest", "-m", marked, folder=FOLDER), env=settings)
+    late = Part("late", pytest("late", "-m", marked, "tests/late", folder=FOLDER), env=settings, needs_s=60)
     test = [GO, "test", "-trimpath"]
     # With FULL, histories are longer, servers run longer, and there are more of both.
     full = {"FULL": "1"}
@@ -137,7 +151,11 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     # with the race detector differ in their schedules.
     # 105 s alone on two cores, twice as long beside other tests.
     sim = Part("sim", [*again, "--packages=./sim ./gossip/...", *options], go, full, needs_s=210)
-    race = Part("race", [*again, "--packages=./...", *options, "-race", "-count=1"], go, full, needs_s=240)
+    machines = " ".join(f"./{name}" for name in PURE)
+    pure = Part("machines", [*again, f"--packages={machines}", *options], go, full, needs_s=120)
+    race = Part(
+        "race", [*again, f"--packages={racing()}", *options, "-race", "-count=1"], go, full, needs_s=240
+    )
     fuzz = [
         Part(
             f"fuzz-{Path(package).name}-{name}",
@@ -197,10 +215,10 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
         "oldest", [sys.executable, "-u", "python/build/oldest.py"], env={"SEED": str(seed)}, needs_s=600
     )
     sims = [sim, *(planted if time_s >= LONG_S else [])]
-    # `make test` runs most of the tests of the test accelerator, so a short night skips them.
-    device = [late] if time_s >= LONG_S else []
     others = [oldest] if time_s >= 2 * LONG_S else []
-    return [tests, race, *sims, *device, *others, *rotated(chaos, seed)[:calls], *rotated(fuzz, seed), *soaks]
+    faults = [*rotated(chaos, seed)[:calls], *rotated(fuzz, seed), *soaks]
+    kinds = [[race], [pure, *sims, late, *others], faults]
+    return [tests, *(part for kind in rotated(kinds, seed) for part in kind)]
 
 
 def unplanned(parts: Sequence[Part], seed: int, targets: Sequence[tuple[str, str]]) -> list[Result]:

@@ -192,7 +192,7 @@ def check_equal(job: Job, children: list[Child]) -> int:
 @pytest.mark.parametrize(
     "kills",
     [
-        pytest.param(10, marks=[pytest.mark.slow(first=True, minutes=4), pytest.mark.timeout(600)]),
+        pytest.param(10, marks=[pytest.mark.slow(minutes=4), pytest.mark.timeout(600)]),
         pytest.param(100, marks=[pytest.mark.slow(minutes=30), pytest.mark.timeout(2700)]),
     ],
 )

@@ -40,7 +40,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_wheel(platform.machine(), tmp_path_factory.mktemp("dist"))
 
 
-@pytest.fixture(scope="module", params=["wheel", "sources"])
+@pytest.fixture(scope="module", params=["wheel", pytest.param("sources", marks=pytest.mark.slow(minutes=4))])
 def commands(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the commands of a new environment with the package. PyTorch and its dependencies are
     borrowed from this one. From its sources the package is installed with nothing on PATH, so no Go and gcc.

@@ -175,6 +175,7 @@ func (c *cluster) wallClockOf(l *process) time.Duration {
 // The clocks of the lighthouses jump by an hour, forwards and backwards: of one that leads or follows, of
 // all, and while they are away.
 func TestJumpsOfTheClockCostNoStep(t *testing.T) {
+	testmain.Slow(t)
 	c := local(t)
 	clocks := c.withClocks()
 	c.steps(3)

@@ -65,6 +65,7 @@ func TestAJobTrainsOnWhileItsLighthouseIsAway(t *testing.T) {
 }
 
 func TestAJobTrainsOnWhileLighthousesOfItsClusterAreStopped(t *testing.T) {
+	testmain.Slow(t)
 	c := local(t)
 	c.settled()
 	since := c.attempts()
@@ -99,6 +100,7 @@ func (c *cluster) stepsFor(full time.Duration) {
 // The leader is stopped until another one leads. When it goes on, the groups' messages and those of the other
 // lighthouses are there.
 func TestAStoppedLeaderThatGoesOnAnswersNobody(t *testing.T) {
+	testmain.Slow(t)
 	c := local(t)
 	c.settled()
 	since := c.attempts()
@@ -131,6 +133,7 @@ func TestAJobGoesOnAfterAllLighthousesWereKilled(t *testing.T) {
 }
 
 func TestAJobWaitsForTheMajority(t *testing.T) {
+	testmain.Slow(t)
 	c := local(t)
 	c.settled()
 	since := c.attempts()
@@ -158,6 +161,7 @@ func TestAJobWaitsForTheMajority(t *testing.T) {
 
 // Each lighthouse is replaced by a new process, the leader last, as in an upgrade.
 func TestARollingRestartCostsNoStep(t *testing.T) {
+	testmain.Slow(t)
 	c := local(t)
 	c.settled()
 	since := c.attempts()
@@ -176,6 +180,7 @@ func TestARollingRestartCostsNoStep(t *testing.T) {
 // Unauthenticated connections, and those with the token that are no lighthouse of this cluster, change
 // nothing.
 func TestStrangersOnThePortChangeNothing(t *testing.T) {
+	testmain.Slow(t)
 	for name, token := range map[string]string{"without a token": "", "with a token": "secret"} {
 		t.Run(name, func(t *testing.T) {
 			if token != "" {

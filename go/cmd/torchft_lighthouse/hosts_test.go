@@ -145,6 +145,7 @@ func (c *cluster) index(l *process) int {
 
 // The groups reach all lighthouses all the time, or all but the one whose host vanished.
 func TestALeaderThatIsCutOffCostsNoStep(t *testing.T) {
+	testmain.Slow(t)
 	onHosts(t, func(t *testing.T, c *cluster, hosts *hosts) {
 		for _, one := range []struct {
 			how string
@@ -188,6 +189,7 @@ func TestALeaderThatIsCutOffCostsNoStep(t *testing.T) {
 
 // A lighthouse whose disk is full leaves its cluster when it has to write. The job trains all the time.
 func TestALighthouseWhoseDiskIsFullLeaves(t *testing.T) {
+	testmain.Slow(t)
 	onHosts(t, func(t *testing.T, c *cluster, _ *hosts) {
 		for _, leads := range []bool{true, false} {
 			c.settled()

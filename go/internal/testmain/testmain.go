@@ -34,6 +34,14 @@ func Run(m *testing.M, options ...goleak.Option) {
 // Full reports whether tests run at full size, however long that takes: `make test-all` sets FULL.
 func Full() bool { return os.Getenv("FULL") != "" }
 
+// Slow skips a test that takes long, unless tests run at full size.
+func Slow(t testing.TB) {
+	t.Helper()
+	if !Full() {
+		t.Skip("FULL=1 runs it")
+	}
+}
+
 // Race reports whether the race detector is on, which makes computations ten times slower.
 func Race() bool { return raceEnabled }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import product
 from typing import Any, Callable, Optional, cast
 
 import pytest
@@ -160,8 +161,17 @@ class Job(Training):
 
 
 @pytest.mark.parametrize("place", ["forward", "bucket0", "bucket2"])
-@pytest.mark.parametrize("groups", [3, 4])
-@pytest.mark.parametrize("kind", ["plain", "ddp", "like FSDP2"])
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [
+        ("plain", 4),
+        ("like FSDP2", 3),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("plain", 3), ("ddp", 3), ("ddp", 4), ("like FSDP2", 4))
+        ),
+    ],
+)
 def test_only_the_units_of_the_failed_group_are_computed_again(kind: str, groups: int, place: str) -> None:
     if kind == "ddp" and place == "bucket2":
         place = "bucket0"  # it has one bucket
@@ -175,8 +185,8 @@ def test_only_the_units_of_the_failed_group_are_computed_again(kind: str, groups
     assert all(len(units) == 1 for (_, step), units in job.units.items() if step != 2)
 
 
-@pytest.mark.parametrize("groups", [3, 4])
-@pytest.mark.parametrize("kind", ["plain", "ddp", "like FSDP2"])
+@pytest.mark.parametrize("groups", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("ddp", marks=pytest.mark.slow), "like FSDP2"])
 def test_after_a_failure_behind_the_vote_no_unit_of_the_next_step_is_computed_twice(
     kind: str, groups: int
 ) -> None:
@@ -191,8 +201,17 @@ def test_after_a_failure_behind_the_vote_no_unit_of_the_next_step_is_computed_tw
     assert sum(sum(job.computed(2)[group]) for group in survivors) == 12
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", ["copied gradients", "pure ddp", "pytorch's ddp"])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        ("pure ddp", 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in product(("copied gradients", "pure ddp", "pytorch's ddp"), (0, 1))
+            if case != ("pure ddp", 1)
+        ),
+    ],
+)
 def test_other_ways_to_reduce_and_to_read(kind: str, workers: int) -> None:
     """With a worker process, units of a batch that comes again were read ahead."""
     job = Job(wrap=KINDS[kind], events={(0, 0, 2): fails("bucket0")})
@@ -201,6 +220,7 @@ def test_other_ways_to_reduce_and_to_read(kind: str, workers: int) -> None:
     assert [job.computed(2)[group] for group in (1, 2)] == [[4, 2], [4, 2]]
 
 
+@pytest.mark.slow
 def test_one_failure_after_another_in_one_step() -> None:
     """Twelve units: four groups compute 3, then three compute 1 more. When the second group fails, two units
     of its four are left for each of the others.
@@ -215,6 +235,7 @@ def test_one_failure_after_another_in_one_step() -> None:
     assert [job.computed(2)[group] for group in (2, 3)] == [[3, 1, 2], [3, 1, 2]]
 
 
+@pytest.mark.slow
 def test_groups_that_fail_in_step_after_step() -> None:
     job = Job(events={(3, 0, 1): fails("bucket0"), (0, 0, 2): fails("bucket2"), (1, 0, 3): fails("forward")})
     check(job, job.run(4, least=1))  # the last batch of the epoch, that of step 3, has 5 units
@@ -223,7 +244,13 @@ def test_groups_that_fail_in_step_after_step() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"use_async_quorum": False}, {"heal": "at_once"}, {"heal": "in_passing"}],
+    [
+        {},
+        *(
+            pytest.param(settings, marks=pytest.mark.slow)
+            for settings in ({"use_async_quorum": False}, {"heal": "at_once"}, {"heal": "in_passing"})
+        ),
+    ],
     ids=repr,
 )
 def test_a_group_joins_in_the_quorum_that_continues_a_step(settings: dict[str, Any]) -> None:

@@ -117,7 +117,7 @@ def clean(**settings: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("reproducible", [False, True])
-@pytest.mark.parametrize("rate", [1.0, 0.5])
+@pytest.mark.parametrize("rate", [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
 def test_an_audit_changes_nothing(
     reproducible: bool, rate: float, deterministic: None, findings: Any
 ) -> None:
@@ -135,7 +135,10 @@ def test_an_audit_changes_nothing(
     assert sum(loop.audited.values()) == 2 * rate * STEPS
 
 
-@pytest.mark.parametrize(("often", "replay"), [(1.0, False), (1.0, True), (0.3, False)])
+@pytest.mark.parametrize(
+    ("often", "replay"),
+    [(1.0, False), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1.0, True), (0.3, False)))],
+)
 def test_a_group_whose_gradient_has_a_flipped_bit_is_named_and_ends(
     often: float, replay: bool, deterministic: None, findings: Any
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_group_with_another_optimizer_names_it(theirs: Any, ours: Any, missing
         assert f"another optimizer than {ours.__name__}: its parameter group 0 has no {missing}" in error
 
 
+@pytest.mark.slow
 def test_a_state_dict_function_that_hangs_is_named() -> None:
     """Its rank tells the lighthouse, which reports the group as stalled, that the function runs. The others
     go on without the group, and heal the one that joins.
@@ -156,7 +157,7 @@ class Torn(HTTPTransport[Any]):
         raise CheckpointError("the source has failed")
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("use_async_quorum", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_rank_loads_a_state_that_another_rank_of_its_group_has_not_received(
     use_async_quorum: bool,
 ) -> None:

@@ -199,6 +199,7 @@ def test_the_writer_makes_them_of_copies_also_that_of_the_last_step(
     assert len(list((tmp_path / "new" / f"step-{STEPS}").glob("*.distcp"))) == 2  # each group wrote a part
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, write = threading.Event(), disk.write
 

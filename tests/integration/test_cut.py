@@ -31,6 +31,7 @@ class Sleeps(nn.Module):
         return output
 
 
+@pytest.mark.slow  # tests/unit/data/test_cut.py has the rule
 def test_a_slow_group_computes_fewer_units_and_the_bits_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: dict[str, Any] = {"micro_batch_size": 1, "epochs": 60}  # 240 steps, most of 12 units
     for name, value in sizes.items():

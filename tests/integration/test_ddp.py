@@ -182,7 +182,7 @@ def test_groups_that_start_at_different_times(cluster: Cluster, kind: str) -> No
     _assert_equal(expected, *results(first, second))
 
 
-@pytest.mark.parametrize("kind", ["plain", "no bucket view"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("no bucket view", marks=pytest.mark.slow)])
 def test_no_sync(cluster: Cluster, kind: str) -> None:
     expected = reference(micro_batches=2)
     training = Training(WRAPPERS[kind], micro_batches=2)
@@ -413,8 +413,8 @@ def test_a_group_that_joins_with_other_reductions_ends(
     "settings",
     [
         {"use_async_quorum": True},
-        {"use_async_quorum": False},
-        {"use_async_quorum": False, "heal": "in_passing"},
+        pytest.param({"use_async_quorum": False}, marks=pytest.mark.slow),
+        pytest.param({"use_async_quorum": False, "heal": "in_passing"}, marks=pytest.mark.slow),
     ],
 )
 def test_zero_grad_after_the_forward_pass(cluster: Cluster, settings: dict[str, Any], wrap: Any) -> None:

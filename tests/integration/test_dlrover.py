@@ -37,7 +37,7 @@ class Samples(ElasticDataset):
         return SAMPLES
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_loader_sends_its_workers_the_indices(num_workers: int) -> None:
     training = Training(start_with=2, data=Samples(), loader={"num_workers": num_workers})
     with Cluster(min_replicas=2) as cluster:

@@ -147,6 +147,7 @@ def test_a_group_that_fails_while_it_connects_costs_nothing(cluster: Cluster, co
     assert sorted(connecting.made) == [(0, 2), (1, 2)], "the others keep their connection"
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_meanwhile_costs_one_step(cluster: Cluster, connecting: Connecting) -> None:
     """The connection in use lacks a group then: the other group and the new one connect at once."""
     watch = Watch(3, crashes=1)
@@ -156,6 +157,7 @@ def test_a_peer_that_fails_meanwhile_costs_one_step(cluster: Cluster, connecting
     assert connecting.made.count((0, 2)) == 2
 
 
+@pytest.mark.slow
 def test_an_attempt_that_fails_is_repeated(
     cluster: Cluster, connecting: Connecting, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -185,6 +187,7 @@ def test_a_group_joins_while_another_one_connects(cluster: Cluster, connecting: 
     assert (0, 4) in connecting.made and connecting.made.count((0, 4)) == 1
 
 
+@pytest.mark.slow
 def test_a_group_joins_while_another_one_heals(cluster: Cluster, connecting: Connecting) -> None:
     """The group that heals is connected, and trains along with the others while the last one connects."""
     connecting.size = 4
@@ -207,6 +210,7 @@ def test_a_group_joins_while_another_one_heals(cluster: Cluster, connecting: Con
     assert here == sorted(here), "it began anew"
 
 
+@pytest.mark.slow
 def test_ranks_of_a_group_connect_at_different_times(cluster: Cluster) -> None:
     """The first rank is connected and trains along while the second one still waits."""
     slow = Connecting(2)
@@ -223,6 +227,7 @@ def test_ranks_of_a_group_connect_at_different_times(cluster: Cluster) -> None:
     assert loop.joined[1] >= LEAST_ROUNDS and _lost(loop, 0) == 0
 
 
+@pytest.mark.slow
 def test_without_heal_along_in_one_group_all_connect_at_once(
     cluster: Cluster, connecting: Connecting
 ) -> None:

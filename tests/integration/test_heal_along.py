@@ -216,7 +216,7 @@ def _run(
     return found
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("use_async_quorum", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_group_that_joins_has_the_same_bits_and_the_others_lose_no_step(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, use_async_quorum: bool
 ) -> None:
@@ -245,8 +245,10 @@ def test_a_group_that_joins_has_the_same_bits_and_the_others_lose_no_step(
     "make",
     [
         lambda model: optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True),
-        lambda model: optim.AdamW(model.parameters(), lr=0.01, fused=True),
-        lambda model: optim.Adagrad(model.parameters(), lr=0.01),
+        pytest.param(
+            lambda model: optim.AdamW(model.parameters(), lr=0.01, fused=True), marks=pytest.mark.slow
+        ),
+        pytest.param(lambda model: optim.Adagrad(model.parameters(), lr=0.01), marks=pytest.mark.slow),
         lambda model: optim.RMSprop(
             [
                 {"params": model[0].parameters(), "lr": 0.1},
@@ -260,6 +262,7 @@ def test_other_optimizers(cluster: Cluster, make: Any, caplog: pytest.LogCapture
     assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
 
 
+@pytest.mark.slow
 def test_two_groups_join_two(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop(together=4)
     _run(cluster, loop, first=2, later=2)
@@ -278,7 +281,7 @@ class TwoRanks(Loop):
         return Loop(**{**given, **(self.second if rank.rank == 1 else {})})(rank)
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("use_async_quorum", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_ranks_of_a_group_end_a_heal_in_one_step(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, use_async_quorum: bool
 ) -> None:
@@ -305,8 +308,8 @@ def test_the_ranks_of_a_group_heal_at_once_with_two_optimizers(cluster: Cluster)
     assert all(committed for _, committed, _ in loop.histories[1])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("use_async_quorum", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_optimizers(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, ranks: int, use_async_quorum: bool
 ) -> None:
@@ -323,7 +326,7 @@ def _one_of_its_own(model: nn.Module) -> tuple[optim.Optimizer, ...]:
     return optim.SGD(first.parameters(), lr=0.01, momentum=0.9), _Own(rest, lr=0.01)
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_optimizer_that_cannot_step_in_parts_comes_at_the_end(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, fails: bool
 ) -> None:
@@ -492,6 +495,7 @@ def test_an_error_of_the_group_that_heals_costs_one_quorum(
     assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
 
 
+@pytest.mark.slow
 def test_a_group_that_differs_heals_along(reported: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     """One bit of one of three groups flips. The others find it, and train on while that group heals."""
     settings = {"on_divergence": "heal", "heal_along": True}
@@ -511,8 +515,11 @@ def test_a_group_that_differs_heals_along(reported: list[Any], caplog: pytest.Lo
 
 @pytest.mark.parametrize(
     ("use_async_quorum", "make"),
-    [(True, Loop.make), (False, Loop.make), (True, _two)],
-    ids=["", "synchronous", "two"],
+    [
+        pytest.param(True, Loop.make, id=""),
+        pytest.param(False, Loop.make, id="synchronous", marks=pytest.mark.slow),
+        pytest.param(True, _two, id="two", marks=pytest.mark.slow),
+    ],
 )
 def test_the_source_fails(
     cluster: Cluster,
@@ -584,6 +591,7 @@ def test_too_few_groups_are_left(cluster: Cluster, caplog: pytest.LogCaptureFixt
     assert "without this group too few take part" in logged
 
 
+@pytest.mark.slow
 def test_the_others_replay_a_step_while_a_group_heals(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -683,6 +691,7 @@ def test_auto_chooses_after_some_steps(
     assert all("s of all groups together, and the rest in parts would lose" in text for text in whole)
 
 
+@pytest.mark.slow
 def test_with_auto_one_rank_of_a_group_has_a_small_state(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -803,6 +812,7 @@ def test_an_optimizer_whose_groups_change_meanwhile(
     assert len(logged) == 1 and re.search(reason, logged[0])
 
 
+@pytest.mark.slow
 def test_parameters_that_are_frozen_and_unfrozen_meanwhile(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -853,7 +863,7 @@ def test_another_transport_has_no_parts(cluster: Cluster, caplog: pytest.LogCapt
     assert len(logged) == 1 and "the checkpoint transport gives a state at once only" in logged[0]
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("use_async_quorum", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("in_passing", [0, 1])
 def test_one_group_has_it_and_the_other_has_not(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, in_passing: int, use_async_quorum: bool
@@ -889,6 +899,7 @@ def test_a_difference_is_found_and_healed_at_once(
     assert "in the elements 0 to 128 of all parameters" in logged[0]
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_is_set_within_a_step_is_a_difference(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:

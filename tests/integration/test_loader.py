@@ -191,7 +191,7 @@ def check(
     assert position == plan.end
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("use_async_quorum", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_any_number_of_groups_ends_with_the_weights_of_one_process(
     groups: int, use_async_quorum: bool
@@ -234,7 +234,7 @@ def ends_of_a_failure_and_a_join(
         return results(*first, cluster.start(training, group=2))
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("use_async_quorum", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_group_fails_and_another_one_joins(use_async_quorum: bool) -> None:
     training = Training(start_with=3, settings={"use_async_quorum": use_async_quorum})
     ended = ends_of_a_failure_and_a_join(training)
@@ -264,11 +264,16 @@ class ConnectsAtOnce(ProcessGroupGloo):
     ("settings", "workers", "little", "wrap"),
     [
         ({"heal_along": True}, 0, None, Training.wrap),
-        ({"heal_along": True}, 1, None, wrapped_by_torchft),
-        ({"heal_along": True, "use_async_quorum": False}, 0, None, Training.wrap),
-        ({}, 0, 0, Training.wrap),
-        ({"use_async_quorum": False}, 0, 0, Training.wrap),
-        ({}, 0, None, Training.wrap),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ({"heal_along": True}, 1, None, wrapped_by_torchft),
+                ({"heal_along": True, "use_async_quorum": False}, 0, None, Training.wrap),
+                ({}, 0, 0, Training.wrap),
+                ({"use_async_quorum": False}, 0, 0, Training.wrap),
+                ({}, 0, None, Training.wrap),
+            )
+        ),
     ],
 )
 def test_a_group_joins_while_its_state_arrives_in_parts(
@@ -315,9 +320,9 @@ LAST = 7  # the number of the last step
     "settings",
     [
         {"use_async_quorum": True},
-        {"use_async_quorum": False},
+        pytest.param({"use_async_quorum": False}, marks=pytest.mark.slow),
         {"heal_along": True},
-        {"heal_along": True, "use_async_quorum": False},
+        pytest.param({"heal_along": True, "use_async_quorum": False}, marks=pytest.mark.slow),
     ],
 )
 def test_a_group_that_loses_the_last_step_heals_before_the_others_end(settings: dict[str, Any]) -> None:
@@ -347,12 +352,17 @@ def test_wrapped_models_reduce_once_a_step(wrap: Callable[[Manager, nn.Module], 
     ("wrap", "number", "place", "instead"),
     [
         (plain, 0, 0, "continue"),  # the first step of a quorum: the other groups count samples
-        (plain, 2, 0, "continue"),
-        (plain, 2, 2, "continue"),
         (plain, 2, 1, "break"),
-        (wrapped_by_torchft, 2, 0, "continue"),
         (wrapped_by_torchft, 2, 2, "continue"),  # nothing is reduced, and the other groups wait for it
-        (wrapped_one_by_one, 2, 1, "break"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (plain, 2, 0, "continue"),
+                (plain, 2, 2, "continue"),
+                (wrapped_by_torchft, 2, 0, "continue"),
+                (wrapped_one_by_one, 2, 1, "break"),
+            )
+        ),
     ],
 )
 def test_a_loop_that_skips_a_unit_gets_an_error_and_the_others_train_on_all_samples(

@@ -534,7 +534,7 @@ def test_a_model_whose_gradients_are_reduced_in_each_step_is_refused(diloco: boo
         results(cluster.start(train, group=0))
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("use_async_quorum", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_first_average_is_that_of_equal_weights(use_async_quorum: bool) -> None:
     """All groups but one heal before it."""
 
@@ -563,7 +563,7 @@ def test_the_first_average_is_that_of_equal_weights(use_async_quorum: bool) -> N
     assert ran == [ran[0]] * 3 and ran[0] in ([1.0, 1.0], [2.0, 2.0], [3.0, 3.0])
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("use_async_quorum", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_heal_that_fails_is_in_no_average(use_async_quorum: bool) -> None:
     """A group that could not load its state sends zeros: the others would get smaller weights."""
 

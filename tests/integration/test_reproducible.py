@@ -97,7 +97,7 @@ def test_wrapped_models(wrap: Callable[[Manager, nn.Module], nn.Module]) -> None
     check_bits(training, ended, incomplete=frozenset({3}))
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("use_async_quorum", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_group_fails_and_another_one_joins(use_async_quorum: bool) -> None:
     training = job(start_with=3, settings={"use_async_quorum": use_async_quorum})
     ended = ends_of_a_failure_and_a_join(training)
@@ -125,6 +125,7 @@ class Small(nn.Module):
         return output
 
 
+@pytest.mark.slow  # tests/integration/test_heal_along.py and test_loader.py have it without the setting
 @pytest.mark.parametrize("use_async_quorum", [True, False])
 def test_a_group_joins_while_its_state_arrives_in_parts(
     use_async_quorum: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

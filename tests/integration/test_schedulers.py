@@ -155,9 +155,17 @@ class Training:
 @pytest.mark.parametrize(
     ("make", "functions"),
     [
-        *itertools.product([sgd, adam, adam_with_a_tensor], [Everything, KeptOptimizer, NoGroups]),
+        (sgd, Everything),
+        (adam_with_a_tensor, KeptOptimizer),
         (sgd_by_step, NoGroups),
-        (sgd_by_step, Everything),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *itertools.product([sgd, adam, adam_with_a_tensor], [KeptOptimizer, NoGroups]),
+                *itertools.product([adam, adam_with_a_tensor, sgd_by_step], [Everything]),
+            )
+            if case != (adam_with_a_tensor, KeptOptimizer)
+        ),
     ],
 )
 def test_a_group_that_heals_steps_with_the_learning_rate_of_the_others(

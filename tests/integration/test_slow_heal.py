@@ -95,17 +95,22 @@ def train(rank: Rank, reached: Gate, use_async_quorum: bool, over_group: bool, h
     ("use_async_quorum", "make_pg", "over_group", "heal"),
     [
         pytest.param(True, each(ProcessGroupGloo), False, "at_once", id="asynchronous"),
-        pytest.param(False, each(ProcessGroupGloo), False, "at_once", id="synchronous"),
+        # Seven seconds each.
+        pytest.param(
+            False, each(ProcessGroupGloo), False, "at_once", id="synchronous", marks=pytest.mark.slow
+        ),
         # It has no optimizer.
-        pytest.param(True, each(ProcessGroupGloo), False, "in_passing", id="fall-back"),
-        pytest.param(True, each(Slow), True, "at_once", id="PGTransport"),
+        pytest.param(
+            True, each(ProcessGroupGloo), False, "in_passing", id="fall-back", marks=pytest.mark.slow
+        ),
+        pytest.param(True, each(Slow), True, "at_once", id="PGTransport", marks=pytest.mark.slow),
         pytest.param(
             True,
             Native,
             False,
             "at_once",
             id="native",
-            marks=pytest.mark.skipif(not NATIVE, reason="needs PyTorch >= 2.14"),
+            marks=[pytest.mark.slow, pytest.mark.skipif(not NATIVE, reason="needs PyTorch >= 2.14")],
         ),
     ],
 )

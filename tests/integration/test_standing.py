@@ -40,7 +40,7 @@ def twice(manager: Manager, step: int) -> None:
     manager.start_quorum()
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("use_async_quorum", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "ask",
     [

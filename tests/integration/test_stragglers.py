@@ -8,6 +8,7 @@ import time
 import urllib.request
 from typing import Any
 
+import pytest
 import torch
 
 from torchft.cli import events, status
@@ -22,6 +23,7 @@ def recorded(cluster: Cluster) -> list[dict[str, Any]]:
         return [e for e in json.load(response)["events"] if e["kind"] == "straggler"]
 
 
+@pytest.mark.slow  # go/quorum has the rule
 def test_the_slow_group_is_named_and_no_other_one() -> None:
     with Cluster(min_replicas=3) as cluster:
         named, over = threading.Event(), threading.Event()

@@ -78,10 +78,11 @@ def twice(training: Any, groups: int, world_size: int = 1, fewer: int = 0) -> li
     "settings",
     [
         {"use_async_quorum": True},
-        {"use_async_quorum": False},
-        {"heal": "at_once"},
         {"replay_failed_step": True},
-        {"reproducible_reduction": True},
+        *(
+            pytest.param(more, marks=pytest.mark.slow)
+            for more in ({"use_async_quorum": False}, {"heal": "at_once"}, {"reproducible_reduction": True})
+        ),
     ],
 )
 def test_the_next_groups_end_with_the_weights_of_one_process(
@@ -128,6 +129,7 @@ def test_the_memory_of_another_host_is_enough(
     assert steps.began[2:] == [newest] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("keepers")
 def test_each_rank_fetches_its_own_copy(monkeypatch: pytest.MonkeyPatch, memory_of_snapshots: Path) -> None:
     steps = Steps(monkeypatch)
@@ -173,10 +175,15 @@ def flip(group: str, step: int) -> None:
     "settings",
     [
         {"use_async_quorum": True},
-        {"use_async_quorum": False},
-        {"heal": "in_passing"},
         {"replay_failed_step": True},
-        {"reproducible_reduction": True},
+        *(
+            pytest.param(more, marks=pytest.mark.slow)
+            for more in (
+                {"use_async_quorum": False},
+                {"heal": "in_passing"},
+                {"reproducible_reduction": True},
+            )
+        ),
     ],
 )
 def test_a_copy_that_is_found_damaged_after_it_won_costs_a_step_and_the_next_older_one_wins(
@@ -236,7 +243,7 @@ def test_any_group_begins_with_the_copy_of_any_other_one_on_its_host(
     assert steps.began == [0, 4] or steps.began == [0, 5]
 
 
-@pytest.mark.parametrize("every", [1, 3, "auto"])
+@pytest.mark.parametrize("every", [1, pytest.param(3, marks=pytest.mark.slow), "auto"])
 def test_all_ranks_of_a_group_copy_the_same_steps(every: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
     loop = Loop(steps=12, start_with=1, settings={"snapshots": every})
@@ -253,6 +260,7 @@ def test_all_ranks_of_a_group_copy_the_same_steps(every: Any, monkeypatch: pytes
     assert saved("group_0") != begun[0], "they are copied again"
 
 
+@pytest.mark.slow
 def test_a_job_that_has_ended_leaves_nothing(memory_of_snapshots: Path) -> None:
     loop = Loop(steps=5, settings={"snapshots": 1})
 
@@ -353,6 +361,7 @@ def test_damaged_copies_are_named_and_the_next_older_one_is_loaded(
     assert "the copy of step 5 in" in caplog.text and "region 0 is damaged" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_copy_that_hangs_is_abandoned(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,7 +386,12 @@ def test_a_copy_that_hangs_is_abandoned(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"heal": "at_once"}, {"heal": "in_passing"}, {"use_async_quorum": False}]
+    "settings",
+    [
+        {"heal": "in_passing"},
+        pytest.param({"heal": "at_once"}, marks=pytest.mark.slow),
+        pytest.param({"use_async_quorum": False}, marks=pytest.mark.slow),
+    ],
 )
 def test_one_group_of_a_running_job_that_returns_heals_and_loads_nothing(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -421,7 +435,16 @@ def test_a_job_loads_the_next_older_copy_after_a_lost_step(monkeypatch: pytest.M
     assert steps.began[1:] == [newest] and steps.loaded == [newest - 1]
 
 
-@pytest.mark.parametrize("settings", [{}, {"reproducible_reduction": True}, {"heal": "in_passing"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        *(
+            pytest.param(more, marks=pytest.mark.slow)
+            for more in ({"reproducible_reduction": True}, {"heal": "in_passing"})
+        ),
+    ],
+)
 def test_a_job_goes_on_with_its_schedule_and_position(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

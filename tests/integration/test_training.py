@@ -88,7 +88,7 @@ def cluster() -> Iterator[Cluster]:
         yield built
 
 
-@pytest.mark.parametrize("joining", [1, 2])
+@pytest.mark.parametrize("joining", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_up_to_date_groups_are_additional_sources(monkeypatch: pytest.MonkeyPatch, joining: int) -> None:
     """Each group that joins later is assigned one of two sources, and both serve a part of the state."""
     monkeypatch.setattr(sources, "_HELP_AFTER", 0.0)
@@ -155,7 +155,7 @@ def test_without_init_sync_all_groups_participate_from_the_start() -> None:
     assert a == [STEPS * 1.5] * 4 and b == [1 + STEPS * 1.5] * 4
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("use_async_quorum", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_crash_and_heal(use_async_quorum: bool, world_size: int) -> None:
     restart = Gate()
@@ -217,7 +217,7 @@ def test_the_first_quorum_comes_before_the_first_forward_pass(
     assert known == {0: True, 1: True} and one == other
 
 
-@pytest.mark.parametrize("kind", ["sync", "async", "along", "pg"])
+@pytest.mark.parametrize("kind", [pytest.param("sync", marks=pytest.mark.slow), "async", "along", "pg"])
 def test_the_functions_of_the_state_run_on_the_training_thread(kind: str) -> None:
     """Groups heal at step 0, and in a later step. FSDP2's state_dict, for one, works on no other thread."""
     threads: dict[str, set[threading.Thread]] = {"read": set(), "load": set(), "train": set()}
@@ -391,7 +391,7 @@ def test_a_reported_error_does_not_delay_the_peers() -> None:
     assert took < DEADLINE.total_seconds() / 2
 
 
-@pytest.mark.parametrize("votes", [True, False])
+@pytest.mark.parametrize("votes", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("in_mid_step", [True, False])
 def test_a_rank_that_skips_a_batch_and_says_so_ends_the_step_at_once(votes: bool, in_mid_step: bool) -> None:
     """The other groups are in the backward pass then, and wait for its gradients. The lighthouse would look

@@ -267,6 +267,7 @@ def test_a_failed_peer_is_reported_by_get_error_only_and_the_watchdog_aborts(lat
     assert together(rank, make=make)[0] != [3.0] * 4
 
 
+@pytest.mark.slow
 def test_by_default_the_watchdog_ends_the_process_of_a_rank_whose_peer_ended(job_server, monkeypatch):
     script = """
 import threading, torch, torch.distributed as dist

@@ -130,6 +130,7 @@ def sending(fixture: Fixture, group: OneRank, **given: Any) -> Manager:
     return manager
 
 
+@pytest.mark.slow
 def test_a_transfer_that_hangs_costs_the_step_at_the_deadline(fixture: Fixture, hanging: OneRank) -> None:
     manager = sending(fixture, hanging, timeout=DEADLINE)
     vote = Vote(manager)
@@ -245,6 +246,7 @@ def test_a_state_that_is_being_sent_may_be_changed_after_finish_serving(
     assert sent.tolist() == [1, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_state_that_is_not_sent_in_time_costs_the_step(fixture: Fixture, hanging: OneRank) -> None:
     manager = sending(fixture, hanging, timeout=DEADLINE)
     began = time.monotonic()

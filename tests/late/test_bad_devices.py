@@ -100,6 +100,7 @@ def test_a_device_that_is_full_from_the_start_costs_the_others_nothing(late: Any
     assert set(trains_beside(second)) == {1}
 
 
+@pytest.mark.slow  # 40 s of timeouts
 def test_a_device_that_is_full_when_a_group_joins_ends_its_own_group(late: Any) -> None:
     """The connection with the new group does not fit, also after PyTorch has returned what it keeps."""
     full, ended = Gate(), threading.Event()
@@ -178,6 +179,7 @@ def test_visible_devices_that_differ_between_ranks(
     assert bool(claimed(monkeypatch, devices, uuids)[1]) == refused
 
 
+@pytest.mark.slow  # 30 s of a timeout; the rule is that of the tests above
 def test_the_group_of_such_ranks_ends_and_another_trains_on(late: Any) -> None:
     ended, refused = threading.Event(), list[str]()
 

@@ -277,6 +277,7 @@ def test_memory_of_an_aborted_operation_is_not_reused(
     assert [one.item() for one in mine] == [0.0] * 100
 
 
+@pytest.mark.slow  # 10 s; tests/integration/test_handover.py
 def test_connected_ranks_reduce_while_they_connect_with_another_one(late: ModuleType) -> None:
     from tests.late.group import ProcessGroupLate
 
@@ -352,6 +353,7 @@ def reduced(groups: list[Any], elements: int = 1) -> list[float]:
         return list(pool.map(on_rank, range(len(groups))))
 
 
+@pytest.mark.slow  # 10 s of a timeout
 def test_on_a_small_device_the_former_communicator_is_freed_before_the_next_is_made(late: ModuleType) -> None:
     from tests.late.group import ProcessGroupLate
 

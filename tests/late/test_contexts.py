@@ -191,6 +191,7 @@ def test_quantized_collectives_by_gloo(late: Any) -> None:
     assert 0 not in late.contexts(), late.contexts()[0]
 
 
+@pytest.mark.slow
 def test_isolated_groups_and_their_workers(late: Any) -> None:
     """The worker adds up 2 ** n for each device n on which it has a context."""
 

@@ -312,6 +312,7 @@ def test_a_view_does_not_reach_beyond_its_memory(late):
         torch.ones(3, device="late").as_strided((10,), (1,))
 
 
+@pytest.mark.slow
 def test_a_forked_child_cannot_use_the_device(job_server):
     # In a separate process, because threads of other runtimes in the test process do not survive a fork.
     script = """

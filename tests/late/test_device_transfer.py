@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 
+from tests.bounded import often
 from tests.late.observed import Observed, numbers, until
 from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
 from tests.unit.checkpointing.faulty_proxy import Fault, random_faults
@@ -285,6 +286,7 @@ def test_the_control_connection_is_lost(make: Any, monkeypatch: Any) -> None:
     assert cut.is_set() and len(made) == 1
 
 
+@pytest.mark.slow  # tests/unit/checkpointing/native/test_core.py
 def test_another_source_takes_over(make: Any, monkeypatch: Any) -> None:
     """The assigned source fails half-way; the other one has the same bytes."""
     grants: list[core.Grant] = []
@@ -309,6 +311,7 @@ def test_another_source_takes_over(make: Any, monkeypatch: Any) -> None:
         assert_same(got.result(60), state)
 
 
+@pytest.mark.slow
 def test_an_additional_source_takes_its_memory_back_while_it_is_copied(
     make: Any, device: type[Observed]
 ) -> None:
@@ -410,7 +413,7 @@ def test_random_transfers(make: Any, device: type[Observed], upstream: list[str]
     device.late = 0.0
     seed = random.randrange(2**32)
     source, additional = make(), make()
-    for number in range(20):
+    for number in range(often(100)):
         rng = random.Random(seed + number)
         sizes = [rng.choice([0, 1, 100, 5000, 70_000, 600_000]) for _ in range(rng.randrange(1, 12))]
         state = {

@@ -32,6 +32,7 @@ def test_a_group_fails_and_another_one_joins(late: ModuleType, workers: int) -> 
     assert sum(weights is not None for weights in ended) == 3
 
 
+@pytest.mark.slow  # the test below
 def test_a_failure_and_a_join_end_with_the_bits_of_one_process(late: ModuleType) -> None:
     late.delays(7, 0, 500)
     training = Training(start_with=3, device_of=on_device, settings={"reproducible_reduction": True})

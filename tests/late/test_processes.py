@@ -92,9 +92,9 @@ def run_with_a_kill(
 @pytest.mark.parametrize(
     "args",
     [
-        ("--transport=http", "--stalls=2"),
         ("--transport=pg",),
-        ("--kind=diloco",),
+        pytest.param(("--transport=http", "--stalls=2"), marks=pytest.mark.slow),
+        pytest.param(("--kind=diloco",), marks=pytest.mark.slow),
         # Seconds each. Of the threads that they run, the unit tests and test_contexts.py have those of
         # torchft.
         pytest.param(("--heal_along", "--stalls=2"), marks=pytest.mark.slow),

@@ -253,6 +253,7 @@ def test_the_source_may_continue_when_the_device_has_sent(late: Any, held_at_the
         source.disallow_checkpoint()
 
 
+@pytest.mark.slow
 def test_a_source_whose_sends_do_not_end_has_a_deadline(late: Any, held_at_the_tensors: None) -> None:
     """The sends do not end if the peer has failed and does not receive."""
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
@@ -514,6 +515,7 @@ def test_the_connection_of_a_heal_ends_with_its_group(late: Any, ends: str) -> N
             got.result(60)
 
 
+@pytest.mark.slow
 def test_a_receive_into_host_memory_that_does_not_end_has_a_deadline(
     late: Any, held_at_the_tensors: None
 ) -> None:
@@ -662,6 +664,7 @@ def test_a_target_for_which_the_others_do_not_wait_has_the_timeout_for_all(late:
         assert isinstance(transfer.sent.exception(60), CheckpointError)
 
 
+@pytest.mark.slow
 def test_a_device_that_stops_has_the_timeout_since_its_last_piece(late: Any) -> None:
     stopped = threading.Event()
 

@@ -28,7 +28,8 @@ EXIT_S = within(LEAVE_PYTHON_S)
 
 # The last three wrap the first one, and forward an abort to it.
 KINDS = [
-    *("gloo", "native", "managed"),
+    *("native", pytest.param("managed", marks=pytest.mark.slow)),
+    pytest.param("gloo", marks=pytest.mark.slow),  # eight seconds
     # Its workers have this in tests/unit/process_group/isolated, and in the test below.
     pytest.param("isolated", marks=pytest.mark.slow),
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("error_swallowing", "fake", "wrapper")),
@@ -140,7 +141,11 @@ def test_no_wait_for_a_stopped_peer_after_an_abort(ranks: Ranks, kind: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "drop"), [("gloo", True), ("gloo", False), ("native", False), ("isolated", False)]
+    ("kind", "drop"),
+    [
+        ("gloo", True),
+        *(pytest.param(kind, False, marks=pytest.mark.slow) for kind in ("gloo", "native", "isolated")),
+    ],
 )
 def test_a_process_ends_at_once_with_an_operation_in_flight(ranks: Ranks, kind: str, drop: bool) -> None:
     """Without an abort, as after an exception in the training loop."""

@@ -83,6 +83,7 @@ def each_once(groups: int, faults: list[Fault]) -> None:
     assert {f.name: outcomes[f.name].lost for f in faults if outcomes[f.name].lost > f.lost} == {}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_fault_of_each_kind() -> None:
     by_name = {fault.name: fault for fault in FAULTS}

@@ -91,6 +91,7 @@ def groups(lighthouse: LighthouseServer) -> Iterator[Callable[[int], Child]]:
         yield start
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_kill_and_the_heal_are_seen_live(
     browser: Any, lighthouse: LighthouseServer, groups: Callable[[int], Child]
@@ -402,6 +403,7 @@ class Refusing(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_the_page_notices_the_end_of_a_lighthouse_and_its_successor(browser: Any) -> None:
     port = free_port()
     server = LighthouseServer(f"127.0.0.1:{port}", min_replicas=1)
@@ -514,6 +516,7 @@ def test_what_hosts_hold_in_memory_and_write_to_disks_is_shown(
     assert page.complaints() == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_page_follows_the_lighthouses_that_fail(browser: Any, tmp_path: Path) -> None:
     """Also the last one, which cannot lead alone, says so on a page that is open."""

@@ -331,6 +331,7 @@ def test_changes_are_noticed(launcher: Launcher) -> None:
     assert launcher.run("script.py")[1] == "True True\n22 3\n"
 
 
+@pytest.mark.slow
 def test_what_a_start_imports_later_is_imported_before_the_next_one(launcher: Launcher) -> None:
     launcher.module("late", "import time, os\nwhen = os.getpid()")
     launcher.module("sought", "where = 'looked for only'")

@@ -148,6 +148,7 @@ def state(pid: int) -> str:
         return "Z (zombie)"
 
 
+@pytest.mark.slow
 def test_upstream_and_ours_in_two_children(job: Job, tmp_path: Path) -> None:
     text = "import json, torchft; print(json.dumps({'event': 'torchft', 'file': torchft.__file__}))"
     paths = [ours_path(), upstream_path("nightly")]

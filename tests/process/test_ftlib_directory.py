@@ -36,6 +36,7 @@ def events(directory: Path, prepare: str) -> list[dict[str, Any]]:
 MOUNT = 'mount -t tmpfs -o size=64k none "$PWD"; cd "$PWD"'
 
 
+@pytest.mark.slow  # tests/unit/ftlib has the errors
 @pytest.mark.parametrize(
     ("prepare", "reason"),
     [

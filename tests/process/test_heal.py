@@ -50,6 +50,7 @@ def test_a_source_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
             target.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the size of a process is not known here")
 def test_a_target_without_memory_for_the_state() -> None:
     """The allocation fails, as on a host without memory overcommit. The target retries later."""
@@ -76,6 +77,7 @@ def test_a_target_without_memory_for_the_state() -> None:
         source.shutdown()
 
 
+@pytest.mark.slow
 def test_over_an_isolated_group() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     groups = [ProcessGroupBabyGloo(timeout=TIMEOUT) for _ in range(2)]

@@ -37,13 +37,14 @@ def test_a_group_is_killed_and_comes_back() -> None:
     kill_and_heal(SHARDS)
 
 
-@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/late/test_heal_along.py has it in one process
+@pytest.mark.parametrize("fails", [False, True])
 def test_a_group_takes_over_its_shards_in_parts(fails: bool) -> None:
     join_along(SHARDS, fails)
 
 
-# The slow one heals the same shards at once, as test_a_group_is_killed_and_comes_back does.
-@pytest.mark.parametrize("in_passing", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow  # test_a_group_is_killed_and_comes_back has one precision
+@pytest.mark.parametrize("in_passing", [False, True])
 def test_a_group_with_mixed_precision_takes_over_its_float32_shards(in_passing: bool) -> None:
     (join_along if in_passing else kill_and_heal)(SHARDS, bf16=1)
 

@@ -27,6 +27,7 @@ def weights(*outputs: str) -> set[str]:
     return {found for text in outputs for found in re.findall(r"weights (\[\[.*?\]\])", text)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 # Slow with gossip: the script is the same, and tests/unit/ftlib/test_gossip.py trains with gossip in threads.
 @pytest.mark.parametrize("consensus", ["shared_storage", pytest.param("gossip", marks=pytest.mark.slow)])

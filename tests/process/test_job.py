@@ -17,6 +17,7 @@ from torchft.coordination import LighthouseServer
 from torchft.data.position import DataPlan, DataPosition
 from torchft.launch.group import ReplicaGroup
 
+pytestmark = pytest.mark.slow  # tests/integration/test_job.py has groups of one rank
 CHECKPOINTS = Path(__file__).with_name("stages_script.py")
 
 
@@ -46,11 +47,7 @@ def one_process() -> tuple[list[float], list[float]]:
     ("script", "kind"),
     [
         ("pipeline_script.py", ""),
-        ("ranks_script.py", "ddp"),
-        pytest.param(
-            "ranks_script.py", "reproducible", marks=pytest.mark.slow
-        ),  # unlike "ddp" in the sums only
-        pytest.param("ranks_script.py", "fsdp", marks=pytest.mark.slow),
+        *(("ranks_script.py", kind) for kind in ("ddp", "reproducible", "fsdp")),
     ],
 )
 def test_ranks_of_a_group_are_stages_of_a_pipeline_or_read_different_data(

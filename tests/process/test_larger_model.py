@@ -63,6 +63,7 @@ class Trains:
         self.job.wait_exit([group.child for group in self.healthy], PHASE_TIMEOUT_S)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_it_is_refused_by_name_and_no_step_is_lost(job: Job) -> None:
     trains = Trains(job)
@@ -81,6 +82,7 @@ def test_it_is_refused_by_name_and_no_step_is_lost(job: Job) -> None:
         assert steps == [*range(1, len(steps) + 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_without_a_wrapper_it_ends_no_other_process(job: Job) -> None:
     trains = Trains(job, "--undeclared")

@@ -36,6 +36,7 @@ def test_a_lighthouse_is_killed_and_restarted_during_a_job(tmp_path: Path) -> No
             assert ids == sorted(ids) and steps == sorted(steps)
 
 
+@pytest.mark.slow  # go/cmd/torchft_lighthouse
 @pytest.mark.timeout(240)
 def test_a_job_trains_on_while_its_lighthouse_is_away_and_each_sample_counts_once(tmp_path: Path) -> None:
     with cluster(tmp_path, groups=0) as c:

@@ -39,6 +39,7 @@ def test_four_groups_and_five_kills_end_with_the_bits_of_one_process(tmp_path: P
     assert job.killed == 5
 
 
+@pytest.mark.slow  # tests/integration/test_again.py has it with threads
 def test_survivors_compute_only_the_units_of_the_failed_group(tmp_path: Path) -> None:
     parts = [Part(4, 1), Part(4, 2), Part(4, 1)]
     job = Elastic(tmp_path, parts, samples=71, replays=True, seed=18, places=BETWEEN)
@@ -47,6 +48,7 @@ def test_survivors_compute_only_the_units_of_the_failed_group(tmp_path: Path) ->
     assert job.came_again >= 3 + 2 + 2 + 3
 
 
+@pytest.mark.slow
 def test_each_token_of_a_stream_once(tmp_path: Path) -> None:
     job = Elastic(tmp_path, [Part(3, 1), Part(2, 1), Part(4, 2)], samples=150, stream="packed", seed=5)
     job.run()
@@ -81,6 +83,7 @@ def test_groups_that_shard_the_model_train_on_a_stream(tmp_path: Path) -> None:
     assert job.killed == 1
 
 
+@pytest.mark.slow  # tests/unit/data/test_histories.py has the rules
 @has_hsdp
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="refused in this PyTorch")
 @pytest.mark.parametrize(

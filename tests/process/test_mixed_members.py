@@ -62,6 +62,7 @@ def follower(c: Cluster) -> str:
     return c.addresses[(c.leader() + 1) % 3]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_members_of_all_generations_outlast_the_leader_of_a_cluster(tmp_path: Path) -> None:
     paths = {"ours": ours_path(), "nightly": upstream_path("nightly"), "stable": upstream_path("stable")}

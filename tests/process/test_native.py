@@ -80,6 +80,7 @@ class Groups:
         self.job.wait(lambda: all(child.of(event) for child in children), START_TIMEOUT_S, event)
 
 
+@pytest.mark.slow
 def test_three_two_three_groups() -> None:
     """One group is killed and returns as a new process, which changes the ranks of the others."""
     with Job() as job:

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.unit.children import run_python
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_rank_keeps_its_shard_while_the_other_is_replaced() -> None:
     done = run_python((ROOT / "python/examples/one_rank.py").read_text(), timeout=220)

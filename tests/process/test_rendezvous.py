@@ -111,6 +111,7 @@ def nodes(tmp_path: Path, lighthouse: Lighthouse) -> Iterator[Nodes]:
         made.kill(name)
 
 
+@pytest.mark.slow
 def test_torchrun_trains_with_a_round_of_the_backend(nodes: Nodes) -> None:
     nodes.start("a")
     nodes.meet(1, "a")

@@ -54,6 +54,7 @@ def test_a_part_that_fails_is_reported_and_the_next_one_runs(tmp_path: Path) -> 
     assert "- last: done, " in text and "all the same" in text
 
 
+@pytest.mark.slow
 def test_a_part_past_its_share_is_ended_with_its_children_and_keeps_its_lines(tmp_path: Path) -> None:
     out = tmp_path / "figures.md"
     # The child is in a session of its own, as the ranks of a job are.

@@ -161,6 +161,7 @@ def test_a_test_that_hangs_in_native_code_is_ended_with_its_stacks(tmp_path: Pat
     assert "in test_hangs" in (tmp_path / "a.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_part_that_takes_too_long_writes_its_stacks_first(tmp_path: Path) -> None:
     part = hangs_at_its_end(tmp_path, "600")
     log = tmp_path / "a.log"

@@ -300,6 +300,7 @@ lighthouse.shutdown()
 """
 
 
+@pytest.mark.slow
 def test_a_trace_is_whole_from_the_rank_to_the_lighthouse(otel: Any) -> None:
     """In a separate process, because the native library reads the environment when it is loaded."""
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest

@@ -228,7 +228,7 @@ def test_the_settings_of_other_go_projects_do_not_matter(tmp_path: Path) -> None
     assert "GOROOT" not in env and env["GOWORK"] == "off" and env["GOTOOLCHAIN"] == "local"
 
 
-@pytest.mark.parametrize("reached", [False, True])
+@pytest.mark.parametrize("reached", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_go_modules_come_from_the_proxy_that_is_named(reached: bool, tmp_path: Path) -> None:
     go = shutil.which("go")
     if go is None:

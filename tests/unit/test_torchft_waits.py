@@ -417,6 +417,7 @@ def test_a_daemon_thread_that_waits_does_not_disturb_the_exit() -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "main ends\n", "")
 
 
+@pytest.mark.slow
 def test_an_operation_that_outlives_the_thread_that_waits_for_it() -> None:
     """While the interpreter ends, daemon threads end in their waits, and the calls end later."""
     script = """

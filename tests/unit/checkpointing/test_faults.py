@@ -64,7 +64,7 @@ def random_state(rng: random.Random) -> dict[str, torch.Tensor]:
     return {f"t{i}": torch.randint(-128, 128, (size,), dtype=torch.int8) for i, size in enumerate(sizes)}
 
 
-few_or_many = pytest.mark.parametrize("transfers", [20, pytest.param(200, marks=pytest.mark.slow)])
+few_or_many = pytest.mark.parametrize("transfers", [8, pytest.param(200, marks=pytest.mark.slow)])
 
 
 @pytest.mark.timeout(600)
@@ -241,6 +241,7 @@ def test_flipped_bits_are_fetched_again(source: Any, target: Any, wire: Any) -> 
     assert through.data.done
 
 
+@pytest.mark.slow  # tests/unit/checkpointing/native/test_core.py
 def test_a_source_that_fails_half_way_is_named(source: Any, target: Any, wire: Any) -> None:
     source.send_checkpoint([1], 1, large_state(), TIMEOUT)
     through = wire(

@@ -182,7 +182,10 @@ def connected(make: Callable[[], list[Any]]) -> list[Any]:
     return make()
 
 
-@pytest.mark.parametrize("isolated_rank", [0, 1], ids=["source", "target"])
+@pytest.mark.parametrize(
+    "isolated_rank",
+    [pytest.param(0, id="source", marks=pytest.mark.slow), pytest.param(1, id="target")],
+)
 def test_the_timeout_of_a_call_wins_when_it_is_longer(isolated_rank: int) -> None:
     """The call's timeout is longer than those of the transport and the process group. The worker of an
     isolated group applies the group's timeout itself.
@@ -248,7 +251,7 @@ def native(store: dist.TCPStore, timeout: timedelta) -> list[Any]:
     "make",
     [
         of_torchft,
-        of_pytorch,
+        pytest.param(of_pytorch, marks=pytest.mark.slow),
         pytest.param(native, marks=pytest.mark.skipif(not NATIVE, reason="needs PyTorch >= 2.14")),
     ],
 )

@@ -262,6 +262,7 @@ def test_a_clock_that_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "NTP" in output
 
 
+@pytest.mark.slow
 def test_the_backends_that_pytorch_has(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

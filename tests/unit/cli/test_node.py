@@ -30,7 +30,12 @@ def test_doctor_checks_a_node(capfd: pytest.CaptureFixture[str], monkeypatch: py
         ("exit 69", 69, ""),
         ("exit 1", 1, ""),
         ("kill -SEGV $$", 69, "BAD   the check of this node ended by signal 11"),
-        ("exec sleep 1000", 69, "BAD   the check of this node did not end within 5 s"),
+        pytest.param(
+            "exec sleep 1000",
+            69,
+            "BAD   the check of this node did not end within 5 s",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_status_of_the_check(

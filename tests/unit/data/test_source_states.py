@@ -134,7 +134,15 @@ def make(data: Any, **settings: Any) -> ElasticDataLoader:
     return ElasticDataLoader(Alone(), data, **{**SIZES, "epochs": 2, **settings})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("length", "workers"), [(60, 0), (71, 0), (72, 0), (25, 1)])  # 72: full batches
+@pytest.mark.parametrize(
+    ("length", "workers"),
+    [
+        (71, 0),
+        (25, 1),
+        pytest.param(60, 0, marks=pytest.mark.slow),
+        pytest.param(72, 0, marks=pytest.mark.slow),
+    ],
+)  # 72: full batches
 @pytest.mark.parametrize(
     "kind",
     [Whole, lambda n: Stateful([n - 20, 0, 20]), Numbers, Resuming],

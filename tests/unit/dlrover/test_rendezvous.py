@@ -94,6 +94,7 @@ def test_two_nodes_meet_at_the_store_of_rank_0(make: Make) -> None:
     assert not joined.store.check(["key"])
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_node_continue_until_a_larger_size_is_reached(make: Make) -> None:
     conf = {"nodes": (1, 4), "sizes": "powers_of_two", "last_call_timeout": 0.5}
     a = make(**conf)

@@ -257,6 +257,7 @@ def test_initialized_is_reset_by_a_join_a_failed_collective_and_a_failed_member(
         ftlib.execute(pytest.fail)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # PyTorch's reader of a state
 def test_three_members_train_one_joins_late_and_one_leaves() -> None:
     store, ended = shared_store(), threading.Barrier(3)

@@ -161,6 +161,7 @@ def directory_threads() -> int:
     return sum(thread.name == "torchft_ftlib_directory" for thread in threading.enumerate())
 
 
+@pytest.mark.slow  # test_a_member_whose_directory_hangs_returns
 @pytest.mark.parametrize("call", ["write", "records", "latest"])
 def test_a_directory_that_hangs(tmp_path: Path, server: FileServer, call: str) -> None:
     """The member reports its own failure, a list of members is an error, and it can be closed."""

@@ -55,6 +55,7 @@ def test_each_gets_the_list_and_a_state_of_its_own(program: Callable[[str], None
     assert list(tmp_path.glob("lighthouses-*")) == [], "no later job continues their state"
 
 
+@pytest.mark.slow  # test_no_step_is_lost_when_the_leading_lighthouse_is_killed has it
 def test_one_that_ends_is_restarted(program: Callable[[str], None], tmp_path: Path) -> None:
     def listened() -> int:
         return sum(log.read_text().count("listening") for log in tmp_path.glob("*.log"))

@@ -216,7 +216,7 @@ def local_sgd(manager: Manager, model: nn.Module) -> nn.Module:
     ],
     ids=["plain", "ddp", "static graph", "pure ddp", "PyTorch's ddp", "local sgd"],
 )
-@pytest.mark.parametrize("ends", ["between two steps", "within a step"])
+@pytest.mark.parametrize("ends", ["between two steps", pytest.param("within a step", marks=pytest.mark.slow)])
 def test_a_manager_without_references_ends(
     host: Host, wrap: Callable[[Manager, nn.Module], nn.Module], ends: str
 ) -> None:

@@ -185,7 +185,9 @@ raise ValueError("NaN")
 """
 
 
-@pytest.mark.parametrize(("verdict", "status"), [("twice the same", STOPPED_STATUS), ("", 1)])
+@pytest.mark.parametrize(
+    ("verdict", "status"), [("twice the same", STOPPED_STATUS), pytest.param("", 1, marks=pytest.mark.slow)]
+)
 def test_a_process_ends_with_a_status_of_its_own(verdict: str, status: int) -> None:
     script = SCRIPT.replace("VERDICT", repr(verdict))
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

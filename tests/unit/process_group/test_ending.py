@@ -53,6 +53,7 @@ sys.last = Last()  # is deleted when only the main thread still runs Python
 """
 
 
+@pytest.mark.slow
 def test_a_wait_that_ends_while_python_ends_does_not_abort_the_process() -> None:
     done = run_python(_SCRIPT, by_itself=True)
     assert (done.returncode, done.stdout) == (0, "last"), done.stderr

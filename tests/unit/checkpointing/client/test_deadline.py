@@ -35,7 +35,12 @@ def test_data_moves_a_deadline_of_progress_only(of_progress: bool, left: float, 
     assert deadline.left == left and deadline.passed() == text
 
 
-@pytest.fixture(params=["native", "upstream format", "upstream format in chunks"])
+@pytest.fixture(
+    params=[
+        "native",
+        *(pytest.param(f"upstream format{more}", marks=pytest.mark.slow) for more in ("", " in chunks")),
+    ]
+)
 def ends(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[HTTPTransport[Any]]]:

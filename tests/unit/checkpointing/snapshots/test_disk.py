@@ -37,6 +37,7 @@ def test_a_checkpoint_has_the_state(
     assert_same(load(tmp_path / "step-7", plain()), plain(7))
 
 
+@pytest.mark.slow  # test_a_checkpoint_has_the_state reads it with PyTorch
 def test_a_process_without_torchft_reads_it(tmp_path: Path) -> None:
     save(tmp_path, 7)
     script = """
@@ -101,7 +102,8 @@ print("read")
 """
 
 
-@pytest.mark.parametrize("readers", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_a_checkpoint_has_the_state has one process
+@pytest.mark.parametrize("readers", [1, 2, 4])
 def test_shards_of_two_ranks_are_read_by_any_number(tmp_path: Path, readers: int) -> None:
     one = Save(tmp_path, 3, "k", 2, 2)
     contents = []

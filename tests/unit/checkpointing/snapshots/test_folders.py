@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from tests.bounded import often
 from tests.unit.checkpointing.snapshots.contents import save
 from torchft.checkpointing.snapshots import folders
 
@@ -26,7 +27,7 @@ def test_each_flipped_bit_is_found(tmp_path: Path) -> None:
     files = sorted(checkpoint.iterdir())
     rng = random.Random(1)
     described = folders.describe(checkpoint)
-    for _ in range(1000):
+    for _ in range(often(2000)):
         path = rng.choice(files)
         good = path.read_bytes()
         data = bytearray(good)

@@ -248,6 +248,7 @@ def small(step: int = 0) -> dict[str, Any]:
     return {"w": torch.arange(3) + step, "v": torch.tensor(float(step))}
 
 
+@pytest.mark.slow  # test_folders.py has each flipped bit
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_killed_at_each_change_of_a_file(tmp_path: Path) -> None:
     before = tmp_path / "before"

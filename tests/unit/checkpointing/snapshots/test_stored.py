@@ -97,6 +97,7 @@ def test_any_one_disk_may_be_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert steps == {0: 20, 2: 20}, said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("keepers", "hosts")
 def test_a_step_that_not_all_hosts_have_is_named_and_the_one_before_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

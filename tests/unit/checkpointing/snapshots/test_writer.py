@@ -333,6 +333,7 @@ def test_which_slot_is_kept(step: int, status: Optional[Status], owed: bool, wan
     assert due(header._replace(disk={"folder": "/f"})) is None
 
 
+@pytest.mark.slow
 def test_the_process_writes_what_is_due_and_ends_with_its_parent(host: Host) -> None:
     host.copy(10)
     command = [sys.executable, "-m", "torchft.checkpointing.snapshots.writer", str(host.root)]

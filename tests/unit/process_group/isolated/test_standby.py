@@ -217,6 +217,7 @@ def test_a_server_that_has_ended_and_counts_as_alive_is_replaced(
     group.shutdown()
 
 
+@pytest.mark.slow  # test_a_server_that_ended_is_replaced
 @pytest.mark.parametrize("standby_too", STANDBY_TOO)
 def test_a_stalled_server_is_replaced(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool
@@ -248,6 +249,7 @@ def test_a_stalled_server_is_replaced(
             os.kill(old, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_workers_that_end_repeatedly_are_an_error(store: TCPStore) -> None:
     # Not imported above, because workers import this module in other tests.
     from tests.unit.process_group.isolated.exiting import ProcessGroupBabyExiting

@@ -108,6 +108,9 @@ test-go: $(PY) ## Go's tests; make test-all repeats them with the race detector
 test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need CUDA devices, and a table of what ran; without a device none does
 	$(PY) -m tests.gpu.run
 
+test-slurm: $(VENV)/with-test $(LIBRARY) ## the tests on a Slurm of their own, in network namespaces: root, slurm-wlm and munge; twenty minutes
+	RERUNS=0 $(PY) -m pytest -m slurm tests/slurm --durations 0
+
 gpu-figures: $(VENV)/with-test $(LIBRARY) ## all that is measured on a GPU within eight minutes, or PARTS="tests gap", in gpu-figures.md
 	$(PY) python/bench/gpu_figures.py $(PARTS)
 

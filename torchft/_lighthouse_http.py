@@ -16,7 +16,7 @@ from urllib.parse import urlencode, urlsplit
 
 from torchft._security import DEFAULT_JOB, JOB_ENV, TLS_CERT_ENV, tokens
 from torchft._waits import announced
-from torchft.addresses import host_port, loopback
+from torchft.addresses import host_port, lighthouses_of, loopback
 
 DEFAULT_PORT = 29510
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
@@ -49,8 +49,8 @@ class HttpLighthouse:
     serves.
 
     Args:
-        addresses: address, or those of a cluster, separated by commas; default: TORCHFT_LIGHTHOUSE, else this
-            machine.
+        addresses: address, or those of a cluster, separated by commas, or a file of them, which each request
+            reads; default: TORCHFT_LIGHTHOUSE, else this machine.
         job: name of the job; default: TORCHFT_JOB_ID, else the lighthouse's unnamed job.
         timeout: seconds until the first byte of an answer.
 
@@ -62,9 +62,18 @@ class HttpLighthouse:
         self, addresses: str | None, job: str | None = None, *, timeout: float = _TIMEOUT_SEC
     ) -> None:
         self._timeout = timeout
-        text = addresses or os.environ.get(LIGHTHOUSE_ENV) or f"http://{host_port(loopback(), DEFAULT_PORT)}"
+        usual = f"http://{host_port(loopback(), DEFAULT_PORT)}"
+        self._setting = addresses or os.environ.get(LIGHTHOUSE_ENV) or usual
         self.job = job or os.environ.get(JOB_ENV) or DEFAULT_JOB
-        self.addresses = [_checked(address.strip()) for address in text.split(",")]
+        _ = self.addresses
+
+    @property
+    def addresses(self) -> list[str]:
+        """The addresses at present. Unanswered: one is malformed, or their file cannot be read."""
+        try:
+            return [_checked(address) for address in lighthouses_of(self._setting)]
+        except OSError as e:
+            raise Unanswered(f"{LIGHTHOUSE_ENV}={self._setting}: {e.strerror}") from None
 
     def get(self, path: str) -> Any:
         """The JSON at ``/status``, ``/jobs``, ``/cluster``, ``/api/v1/history`` or ``/api/v1/keepers``.

@@ -25,8 +25,8 @@ HOST_ENV = "TORCHFT_HOST"
 #: use a faster network. They try the address of the host next, after 3 s. Default: TORCHFT_HOST, else the
 #: card next to the rank's CUDA device.
 HEAL_HOSTS_ENV = "TORCHFT_HEAL_HOSTS"
-#: `http://host:port` of the lighthouse, or those of a cluster, separated by commas. Default: none; it is
-#: required.
+#: `http://host:port` of the lighthouse, or those of a cluster, separated by commas; or the absolute path of a
+#: file with them, which is read for each connection. Default: none; it is required.
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 #: Name of this host in the check of nodes and in errors of `torchft run`. Default: the host name, which in a
 #: container is not the node's.
@@ -44,6 +44,12 @@ def use_lighthouse(address: str) -> None:
     """
     global _lighthouse
     _lighthouse = address
+
+
+def lighthouses_of(setting: str) -> list[str]:
+    """The addresses in ``TORCHFT_LIGHTHOUSE``, or in the file that it names. OSError: it cannot be read."""
+    text = Path(setting).read_text() if os.path.isabs(setting) else setting
+    return [address.strip() for address in text.split(",")]
 
 
 def node_name() -> str:
@@ -169,7 +175,7 @@ def _route_towards(lighthouse_addr: str) -> str | None:
     """The source address of packets to the lighthouse; None if it is unknown or loopback."""
     try:
         # A list: its first lighthouse serves unless it fails.
-        parts = urlsplit(lighthouse_addr.split(",")[0].strip())
+        parts = urlsplit(lighthouses_of(lighthouse_addr)[0])
         if not parts.hostname:
             return None
         targets = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)

@@ -71,7 +71,8 @@ CANNOT = {
     r"kubectl .*": "needs a cluster; test_kubernetes_example.py checks the manifests",
     r"torchft doctor --node .*": "needs four hosts; tests/unit/node and tests/unit/cli/test_node.py run it",
     r"(sacct|scontrol) .*": "needs Slurm's controller",
-    r"sbatch .*": "needs Slurm; test_slurm_example.py runs the scripts with stand-ins",
+    r"mkdir -p torchft-logs|export .*LIGHTHOUSE_JOB.*|sbatch .*|torchft (status|events)": "needs Slurm; "
+    "tests/slurm/test_slurm.py runs these on one",
 }
 
 

@@ -4,82 +4,148 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from test_train_demo import EXAMPLES
 
 SCRIPTS = EXAMPLES / "slurm"
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
-    """The environment of a group with two nodes. srun and torchft_lighthouse print their arguments."""
+    """The environment of a group with two nodes of eight ranks. srun and torchft_lighthouse print their
+    arguments; STATUSES has the exit status of each srun.
+    """
     commands = tmp_path / "bin"
     commands.mkdir()
-    show = "env | grep -E '^(TORCHFT|REPLICA|NUM_REPLICA)' | sort"
+    show = "env | grep -E '^(TORCHFT|REPLICA|NUM_REPLICA|MASTER|WORLD)' | sort"
+    next_status = (
+        'read -r status rest <<< "$(cat statuses 2> /dev/null)"; echo "$rest" > statuses; exit ${status:-0}'
+    )
     for name, text in {
-        "srun": f'{show}\necho "srun $*"',
-        "scontrol": "echo node3; echo node4",
-        "torchft_lighthouse": 'echo "lighthouse $*"',
+        "srun": f'{show}\necho "srun $*"\n{next_status}',
+        "scontrol": '[ "$1" = show ] && { echo node3; echo node4; } || echo "scontrol $*"',
+        "sleep": "",
+        "torchft": 'echo "{\\"ended\\": \\"$ENDED\\"}"',
+        "torchft_lighthouse": 'echo "lighthouse $*"; cp elsewhere torchft-logs/1230/lighthouse',
     }.items():
         (commands / name).write_text(f"#!/bin/bash\n{text}\n")
         (commands / name).chmod(0o755)
+    address = tmp_path / "torchft-logs" / "1230" / "lighthouse"
+    address.parent.mkdir(parents=True)
+    address.write_text("http://node1:29230\n")
     return {
         "PATH": f"{commands}:{os.environ['PATH']}",
-        "SHARED": str(tmp_path / "shared"),
-        "SLURM_ARRAY_JOB_ID": "1230",
+        "LIGHTHOUSE_JOB": "1230",
+        "SLURM_ARRAY_JOB_ID": "1232",
         "SLURM_ARRAY_TASK_ID": "2",
         "SLURM_ARRAY_TASK_COUNT": "4",
+        "SLURM_CPUS_PER_TASK": "8",
         "SLURM_JOB_ID": "1234",
         "SLURM_JOB_NODELIST": "node[3-4]",
         "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_NTASKS": "16",
     }
 
 
-def run(script: str, env: dict[str, str], *args: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(SCRIPTS / script), *args]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+@pytest.fixture
+def run(slurm: dict[str, str], tmp_path: Path) -> Run:
+    def run(script: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", str(SCRIPTS / script), *args]
+        return subprocess.run(
+            command, env={**slurm, **env}, cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+
+    return run
 
 
-def test_group_finds_the_lighthouse_and_starts_torchrun_on_all_its_nodes(slurm: dict[str, str]) -> None:
-    done = run("lighthouse.sbatch", {**slurm, "MIN_REPLICAS": "3"})
-    assert done.stdout == "lighthouse --bind [::]:29510 --min_replicas 3\n", done.stderr
-    done = run("groups.sbatch", {**slurm, "NPROC": "8"}, "train_ddp.py", "--steps", "20")
+def test_a_lighthouse_is_started_again_until_there_is_another_one(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").write_text("http://node2:29230\n")
+    done = run("lighthouse.sbatch", SLURM_JOB_ID="1230", MIN_REPLICAS="5")
+    folder = tmp_path / "torchft-logs" / "1230"
+    assert done.stdout == f"lighthouse --bind [::]:29230 --min_replicas 5 --state_dir {folder}/state\n"
+    assert (folder / "lighthouse").read_text() == "http://node2:29230\n", "that of the other one"
+
+
+def test_a_group_has_the_settings_of_its_job(run: Run, tmp_path: Path) -> None:
+    done = run("groups.sbatch", "train_ddp.py", "--steps", "20")
     assert done.returncode == 0, done.stderr
-    *env, command = done.stdout.splitlines()
-    address = (Path(slurm["SHARED"]) / "lighthouse").read_text().strip()
-    assert address.startswith("http://") and address.endswith(":29510")
+    *env, command, end = done.stdout.splitlines()
     assert env == [
+        "MASTER_ADDR=node3",
+        f"MASTER_PORT={20000 + (1234 * 31 + 2) % 9000}",
         "NUM_REPLICA_GROUPS=4",
         "REPLICA_GROUP_ID=2",
+        "TORCHFT_CONNECT_TIMEOUT_SEC=900",
         "TORCHFT_GRACE_S=25",
-        f"TORCHFT_LIGHTHOUSE={address}",
+        "TORCHFT_JOB_ID=slurm-1230",
+        f"TORCHFT_LIGHTHOUSE={tmp_path}/torchft-logs/1230/lighthouse",
+        "TORCHFT_QUORUM_TIMEOUT_SEC=900",
         "TORCHFT_RUN_ID=1230",
+        "WORLD_SIZE=16",
     ]
+    assert command.startswith(
+        "srun --kill-on-bad-exit=1 bash -c RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID"
+    )
+    assert command.endswith(" - train_ddp.py --steps 20") and end == "group 2 ended with status 0"
     assert "\n#SBATCH --signal=TERM@60\n" in (SCRIPTS / "groups.sbatch").read_text()
-    assert "--nnodes 2 --nproc_per_node 8 --max_restarts 3" in command
-    port = 20000 + (1234 * 31 + 2) % 9000
-    assert command.endswith(f"--rdzv_endpoint node3:{port} --rdzv_id 1234 train_ddp.py --steps 20")
 
 
-def test_nodes_are_checked_before_a_group_starts(slurm: dict[str, str]) -> None:
-    run("lighthouse.sbatch", slurm)
-    checked = {**slurm, "CHECK_NODES": "8"}
-    done = run("groups.sbatch", checked, "train_ddp.py")
+@pytest.mark.parametrize(
+    ("statuses", "status", "starts", "requeued"),
+    [
+        ("1 0", 0, 2, False),
+        ("1 1 1 1", 1, 4, True),
+        ("137 137 137 137", 137, 4, True),
+        ("65", 65, 1, False),  # the job stops
+        ("69", 69, 1, False),  # the node is bad
+        ("1 143", 143, 2, False),  # it was to drain, and has not done so in time
+        ("1 66", 1, 2, False),  # the script failed behind its loop
+        ("137 66", 0, 2, False),  # it was killed there: the script of another group ran to its end
+    ],
+)
+def test_ends_of_a_group(
+    run: Run, tmp_path: Path, statuses: str, status: int, starts: int, requeued: bool
+) -> None:
+    """The training was complete when it ended."""
+    (tmp_path / "statuses").write_text(f"{statuses}\n")
+    done = run("groups.sbatch", "train_ddp.py", ENDED="1230")
+    assert done.returncode == status, done.stderr
+    assert done.stdout.count("\nsrun ") == starts
+    assert done.stdout.count("TORCHFT_RETURNS=1") == starts - 1
+    assert ("scontrol requeue 1234" in done.stdout) == requeued
+
+
+def test_a_group_that_failed_before_the_end_of_the_training_may_be_late(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "statuses").write_text("1 66\n")
+    assert run("groups.sbatch", "train_ddp.py", ENDED="").returncode == 0
+
+
+def test_requeues_are_counted(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "statuses").write_text("1\n")
+    done = run("groups.sbatch", "train_ddp.py", MAX_RESTARTS="0", MAX_REQUEUES="5", SLURM_RESTART_COUNT="5")
+    assert done.returncode == 1 and "scontrol requeue" not in done.stdout
+
+
+def test_nodes_are_checked_before_a_group_starts(run: Run, tmp_path: Path) -> None:
+    done = run("groups.sbatch", "train_ddp.py", CHECK_NODES="8")
     commands = [line for line in done.stdout.splitlines() if line.startswith("srun ")]
-    assert commands[0] == "srun --kill-on-bad-exit=1 torchft doctor --node --nodes 8" and len(commands) == 2
-    srun = Path(slurm["PATH"].partition(":")[0]) / "srun"
-    srun.write_text('#!/bin/bash\necho "srun $*"\nexit 69\n')
-    done = run("groups.sbatch", checked, "train_ddp.py")
-    assert done.returncode == 69 and "torchrun" not in done.stdout
+    check = "srun --kill-on-bad-exit=1 --ntasks=2 --ntasks-per-node=1 torchft doctor --node --nodes 8"
+    assert commands[0] == check and len(commands) == 2
+    (tmp_path / "statuses").write_text("69\n")
+    done = run("groups.sbatch", "train_ddp.py", CHECK_NODES="8")
+    assert done.returncode == 69 and "torchft exec" not in done.stdout
 
 
-def test_errors_name_what_is_missing(slurm: dict[str, str]) -> None:
-    done = run("groups.sbatch", {**slurm, "LIGHTHOUSE_TIMEOUT": "1"}, "train_ddp.py")
-    assert done.returncode == 1 and "no lighthouse in" in done.stderr
-    done = run("groups.sbatch", slurm)
+def test_errors_name_what_is_missing(run: Run) -> None:
+    done = run("groups.sbatch", "train_ddp.py", LIGHTHOUSE_JOB="7", LIGHTHOUSE_TIMEOUT="1")
+    assert done.returncode == 1 and "no lighthouse after 1 s: " in done.stderr
+    done = run("groups.sbatch")
     assert done.returncode == 2 and "usage: sbatch" in done.stderr
-    without = {name: value for name, value in slurm.items() if name != "SLURM_ARRAY_TASK_ID"}
-    done = run("groups.sbatch", without, "train_ddp.py")
+    done = run("groups.sbatch", "train_ddp.py", SLURM_ARRAY_TASK_ID="")
     assert done.returncode == 2 and "submit this as an array" in done.stderr
+    done = run("groups.sbatch", "train_ddp.py", LIGHTHOUSE_JOB="")
+    assert done.returncode == 2 and "sbatch --parsable lighthouse.sbatch" in done.stderr

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from torchft import _libraries
 from torchft._lighthouse_http import DEFAULT_PORT, LIGHTHOUSE_ENV, HttpLighthouse, Unanswered, direct
 from torchft._nccl_env import DUMP_ENV, dump_setting, ends_survivors
-from torchft.addresses import host_port, is_loopback, localhost, loopback
+from torchft.addresses import host_port, is_loopback, lighthouses_of, localhost, loopback
 from torchft.cli.arguments import Parser, ask_of, positive
 from torchft.cli.node import check
 from torchft.cli.output import printable
@@ -200,8 +200,8 @@ def _listener() -> socket.socket:
 
 def _host_of(lighthouse: str) -> str:
     try:
-        return urlsplit(lighthouse).hostname or ""
-    except ValueError:
+        return urlsplit(lighthouses_of(lighthouse)[0]).hostname or ""
+    except (OSError, ValueError):
         return ""  # the check that connects to it reports a bad address
 
 

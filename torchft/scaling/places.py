@@ -67,8 +67,7 @@ class Slurm(Scaler):
     """The tasks of job arrays of one name. It submits further arrays, and cancels the last tasks.
 
     A number stays what it was set to: a task that ended, and that Slurm does not requeue, is replaced when
-    the number is set again. ``sbatch`` gets TORCHFT_RUN_ID, the id of the first array, so that all tasks are
-    of one run.
+    the number is set again. ``sbatch`` passes the environment on: LIGHTHOUSE_JOB, for the example's script.
 
     Args:
         command: the script of the tasks, and its arguments, as for ``sbatch``.
@@ -81,7 +80,6 @@ class Slurm(Scaler):
         self._groups = {} if most is None else {"NUM_REPLICA_GROUPS": str(most)}
         self._name = name
         self._wanted: int | None = None
-        self._run_id = os.environ.get("TORCHFT_RUN_ID", "")
 
     def current(self) -> int:
         tasks = self._tasks()
@@ -97,9 +95,7 @@ class Slurm(Scaler):
             _run(["scancel", *surplus])
         if missing := [i for i in range(groups) if i not in tasks][: max(0, groups - len(tasks))]:
             array = ",".join(map(str, missing))
-            run = {"TORCHFT_RUN_ID": self._run_id} if self._run_id else {}
-            command = ["sbatch", f"--job-name={self._name}", f"--array={array}", *self._command]
-            _run(command, {**run, **self._groups})
+            _run(["sbatch", f"--job-name={self._name}", f"--array={array}", *self._command], self._groups)
         self._wanted = groups
 
     def _tasks(self) -> dict[int, str]:
@@ -107,10 +103,7 @@ class Slurm(Scaler):
         states = "--states=PENDING,RUNNING,SUSPENDED"
         which = ["--me", "--array", f"--name={self._name}", states]
         shown = _run(["squeue", *which, "--noheader", "--format=%i"])
-        tasks = {int(task.rpartition("_")[2]): task for task in re.findall(r"\d+_\d+", shown)}
-        if tasks and not self._run_id:
-            self._run_id = str(min(int(task.partition("_")[0]) for task in tasks.values()))
-        return tasks
+        return {int(task.rpartition("_")[2]): task for task in re.findall(r"\d+_\d+", shown)}
 
 
 def _run(command: list[str], env: Mapping[str, str] | None = None) -> str:

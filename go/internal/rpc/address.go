@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"net"
 	"net/url"
+	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -48,8 +50,16 @@ func ParseAddress(setting, address string) (Address, error) {
 // have old addresses, too.
 const MaxLighthouses = 16
 
-// ParseAddresses parses addresses separated by commas. Members try them in this order.
+// ParseAddresses parses addresses separated by commas, or those in the file whose absolute path is given.
+// Members try them in this order.
 func ParseAddresses(setting, addresses string) (list []string, err error) {
+	if filepath.IsAbs(addresses) {
+		text, err := os.ReadFile(addresses)
+		if err != nil {
+			return nil, fmt.Errorf("%s is %q: %w", setting, addresses, err)
+		}
+		addresses = strings.TrimSpace(string(text))
+	}
 	tls := false // the first address begins with https://
 	for i, address := range strings.Split(addresses, ",") {
 		address = strings.TrimSpace(address)

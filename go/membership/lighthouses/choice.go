@@ -12,7 +12,7 @@ import (
 
 // choice decides in which order the lighthouses are asked. It does no IO.
 type choice struct {
-	list   []string // the addresses in TORCHFT_LIGHTHOUSE
+	list   []string // the addresses in TORCHFT_LIGHTHOUSE, or in its file
 	at     string   // the lighthouse that served last; before the first, the one that was reached first
 	silent bool     // since it served, it has not answered in time
 }

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"os"
+	"path/filepath"
 	"sync/atomic"
 	"time"
 
@@ -33,14 +34,15 @@ type Client struct {
 }
 
 // Dial connects to the lighthouse at addr, and retries until connectTimeout is over. If addr is a list,
-// separated by commas, it connects to the first lighthouse that it reaches.
+// separated by commas, it connects to the first lighthouse that it reaches. A file of addresses is read for
+// each attempt.
 func Dial(ctx context.Context, addr string, connectTimeout time.Duration, with rpc.Dialing) (*Client, error) {
 	list, err := rpc.ParseAddresses("lighthouse address", addr)
 	if err != nil {
 		return nil, status.Error(codes.InvalidArgument, err.Error())
 	}
 	end := time.Now().Add(connectTimeout)
-	if len(list) == 1 {
+	if len(list) == 1 && !filepath.IsAbs(addr) {
 		return dialOne(ctx, list[0], connectTimeout, with)
 	}
 	var last atomic.Value // the error of the last attempt, in words
@@ -66,6 +68,9 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, with r
 			case <-time.After(rpc.RetryBackoff.Most):
 			case <-ctx.Done():
 			}
+		}
+		if read, err := rpc.ParseAddresses("lighthouse address", addr); err == nil {
+			list = read
 		}
 	}
 }

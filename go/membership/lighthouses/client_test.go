@@ -73,7 +73,7 @@ func TestAFileThatIsBeingReplacedIsReadAgain(t *testing.T) {
 		assert.ErrorContains(t, err, "token_file")
 		assert.GreaterOrEqual(t, time.Since(began), 10*time.Second)
 
-		l := &Member{list: []string{"http://a:1", "http://b:1"}, with: with, clients: map[string]*Client{}}
+		l := &Member{with: with, clients: map[string]*Client{}}
 		_, err = l.reach("http://b:1")
 		assert.Equal(t, codes.Unavailable, status.Code(err),
 			"the manager server asks again after this code only")

@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 	"net"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -366,6 +368,45 @@ func TestAMemberGoesWhereAFormerLeaderSendsIt(t *testing.T) {
 		time.Sleep(time.Second)
 		assert.Equal(t, []string{"c of 3"}, c.visits())
 	})
+}
+
+// A scheduler starts the lighthouse again on another host, and writes its address into the file that all groups
+// read.
+func TestTheFileOfALighthouseIsReadAgain(t *testing.T) {
+	for name, away := range map[string]func(c *cluster){
+		"killed":   func(c *cluster) { c.net.Host("a").Kill() },
+		"vanished": func(c *cluster) { c.net.Host("a").Vanish() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			file := filepath.Join(t.TempDir(), "lighthouse")
+			moved := func(to string) { require.NoError(t, os.WriteFile(file, []byte(to+"\n"), 0o600)) }
+			moved("http://a:1")
+			synctest.Test(t, func(t *testing.T) {
+				c := newCluster(t, "a")
+				m := c.join(file)
+				m.quorum()
+				assert.Equal(t, []string{"a of 1"}, c.visits())
+				away(c)
+				c.elect("")
+				time.Sleep(time.Minute)
+				require.NoError(t, os.Remove(file)) // for a moment: the list stays
+				time.Sleep(time.Minute)
+				c.elect("b")
+				moved("http://b:1")
+				began := time.Now()
+				m.quorum()
+				assert.Less(t, time.Since(began), 15*time.Second)
+				assert.Contains(t, c.visits(), "b of 1")
+
+				moved("http://a:1") // one that joins meets the former address first
+				time.AfterFunc(20*time.Second, func() { moved("http://b:1") })
+				joined, err := lighthouses.Dial(t.Context(), file, time.Minute,
+					rpc.Dialing{Network: c.net.Host("n")})
+				require.NoError(t, err)
+				require.NoError(t, joined.Close())
+			})
+		})
+	}
 }
 
 // A device on the way has forgotten a connection. Nothing arrives on it any more, and TCP notices that only

@@ -37,6 +37,9 @@ func (m *Member) connect(ctx context.Context) (*memberStream, *Client, error) {
 		return nil, nil, status.Error(codes.Canceled, "the client is closed")
 	}
 	c := &m.choice
+	if list, err := rpc.ParseAddresses("lighthouse address", m.addresses); err == nil {
+		c.list = list // otherwise the file cannot be read at the moment
+	}
 	leader := ""
 	if last != nil && !last.replaced {
 		last.replaced = true
@@ -86,7 +89,7 @@ func (m *Member) unanswered(address string) {
 
 // several reports whether another lighthouse than the one at this address may serve.
 func (m *Member) several(address string) bool {
-	list := m.list
+	list := m.choice.list
 	return len(list) > 1 || list[0] != address || m.clustered.Load()
 }
 
@@ -122,7 +125,7 @@ func (m *Member) open(ctx context.Context, address string) (*memberStream, *Clie
 	}
 	stream.Post(&torchftpb.MemberMessage{
 		Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
-			ReplicaId: m.replicaID, Lighthouses: uint32(len(m.list)), Term: m.seenTerm(),
+			ReplicaId: m.replicaID, Lighthouses: uint32(len(m.choice.list)), Term: m.seenTerm(),
 			KnownQuorumId: known.QuorumID, KnownStep: known.Step, Stands: stands,
 			Run: m.with.Run,
 		}},
@@ -150,7 +153,7 @@ func (m *Member) reach(address string) (*Client, error) {
 		// attempt may succeed.
 		return nil, status.Error(codes.Unavailable, rpc.Message(err))
 	}
-	c.of = len(m.list)
+	c.of = len(m.choice.list)
 	m.clients[address] = c
 	return c, nil
 }

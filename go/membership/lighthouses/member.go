@@ -27,7 +27,7 @@ import (
 //  2. It leaves a lighthouse whose term is smaller than one that it has seen, and a quorum with a smaller id
 //     than that of its own ends the stream.
 type Member struct {
-	list      []string // the addresses in TORCHFT_LIGHTHOUSE
+	addresses string // TORCHFT_LIGHTHOUSE
 	with      rpc.Dialing
 	replicaID string
 	ctx       context.Context // ends with Close
@@ -50,7 +50,7 @@ type Member struct {
 
 	// a lock for the fields below, as a channel so that a call waits for it no longer than its deadline
 	opening chan struct{}
-	choice  choice
+	choice  choice          // its list may have changed if TORCHFT_LIGHTHOUSE is a file
 	unary   map[string]bool // which lighthouses have no streams, by address
 
 	mu sync.Mutex
@@ -71,10 +71,13 @@ func Join(
 	if err != nil {
 		return nil, err
 	}
-	list, _ := rpc.ParseAddresses("lighthouse address", addresses) // Dial has returned its error
+	list, err := rpc.ParseAddresses("lighthouse address", addresses)
+	if err != nil { // a file that Dial has read
+		return nil, errors.Join(status.Error(codes.InvalidArgument, err.Error()), first.Close())
+	}
 	first.of = len(list)
 	m := &Member{
-		list: list, with: with, clients: map[string]*Client{first.addr: first}, replicaID: replicaID,
+		addresses: addresses, with: with, clients: map[string]*Client{first.addr: first}, replicaID: replicaID,
 		opening: make(chan struct{}, 1),
 		choice:  choice{list: list, at: first.addr}, unary: map[string]bool{},
 	}
@@ -190,12 +193,10 @@ func (m *Member) beat(ctx context.Context, client *Client, interval time.Duratio
 			return ctx.Err()
 		case <-ticks:
 		}
-		if len(m.list) > 1 {
-			moved := false
-			m.locked(ctx, func() { moved = m.choice.at != client.addr })
-			if moved {
-				return errMoved
-			}
+		moved := false
+		m.locked(ctx, func() { moved = m.choice.at != client.addr })
+		if moved {
+			return errMoved
 		}
 	}
 }

@@ -73,14 +73,14 @@ def test_the_tasks_of_arrays(programs: Programs) -> None:
     assert programs.calls() == [f"{shown} (none,none)"]
     slurm.set(5)
     assert programs.calls()[1:] == [
-        "sbatch --job-name=mine --array=3,4 groups.sbatch train.py --steps 5 (17,8)"
+        "sbatch --job-name=mine --array=3,4 groups.sbatch train.py --steps 5 (none,8)"
     ]
     programs.add("squeue", "17_0\n23_2\n31_3\n31_4")  # the second one has ended
     assert slurm.current() == 5
     programs.calls()
     slurm.set(5)
     assert programs.calls()[1:] == [
-        "sbatch --job-name=mine --array=1 groups.sbatch train.py --steps 5 (17,8)"
+        "sbatch --job-name=mine --array=1 groups.sbatch train.py --steps 5 (none,8)"
     ]
     slurm.set(2)
     assert programs.calls()[1:] == ["scancel 31_3 31_4 (none,none)"]
@@ -88,9 +88,7 @@ def test_the_tasks_of_arrays(programs: Programs) -> None:
     assert slurm.current() == 0
 
 
-def test_the_environment_names_run_and_groups_of_an_array(
-    programs: Programs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_array_has_the_environment(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_RUN_ID", "mine")
     monkeypatch.setenv("NUM_REPLICA_GROUPS", "16")
     programs.add("squeue", "17_0")

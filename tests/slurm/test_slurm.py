@@ -1,0 +1,174 @@
+"""What Slurm does to a job: its lighthouse, its groups and their nodes end in all ways, by the scripts in
+python/examples/slurm.
+
+The tests of one job play one after the other on it, so that PyTorch's start is waited for once.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from documents import ROOT, blocks
+from jobs import RANK, START_S, STEPS, Job
+from machines import Cluster, wait_for
+
+# test_slurm_example.py has the scripts with stand-ins for Slurm's commands.
+pytestmark = [pytest.mark.slurm, pytest.mark.slow(minutes=15), pytest.mark.timeout(1200)]
+# Slurm starts a requeued job when the credentials of its former life have expired, after two minutes.
+REQUEUED_S = 300.0
+ENDLESS = "100000"
+
+
+@pytest.fixture(scope="module")
+def endless(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """A job of two groups, each on a node, that trains until the last test."""
+    job = Job(cluster, tmp_path_factory.mktemp("endless"))
+    try:
+        job.start_lighthouse()
+        job.start_groups("0-1", STEPS, ENDLESS)
+        job.wait_for_steps(0, groups=2)
+        yield job
+        made = [step for step, _ in job.steps(0)]
+        assert made == sorted(set(made)), "group 0 made a step twice, or went back"
+    finally:
+        job.close()
+
+
+def test_a_killed_lighthouse_is_started_again(endless: Job) -> None:
+    """Point 5."""
+    node = endless.node(endless.id)
+    before = node.pids("^torchft_lighthouse|/torchft_lighthouse")
+    node.kill("/torchft_lighthouse")
+    took = wait_for("another one runs", lambda: set(node.pids("/torchft_lighthouse")) - set(before))
+    endless.wait_for_steps(0, groups=2)
+    endless.seconds("from kill -9 of the lighthouse to the next one", took)
+    assert endless.state(endless.id) == "RUNNING"
+
+
+def test_a_lighthouse_on_another_node_is_found(endless: Job) -> None:
+    """Points 1 and 2. The groups train on meanwhile, and the one that fails waits for it."""
+    cluster, node = endless.cluster, endless.node(endless.id).name
+    cluster.slurm("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
+    cluster.slurm("scontrol", "requeue", endless.id)
+    endless.node(endless.groups[1]).kill(RANK)
+    took = endless.wait_for_state(endless.id, "RUNNING", REQUEUED_S)
+    assert endless.node(endless.id).name != node
+    took += endless.wait_for_steps(0, groups=2, seconds=START_S)
+    cluster.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    endless.seconds("from the requeue of the lighthouse to a healed group", took)
+    assert "regressed" not in {event["kind"] for event in endless.events()}
+
+
+def test_a_group_whose_node_fails_heals_on_another_one(endless: Job) -> None:
+    node = endless.node(endless.groups[1]).name
+    if node == endless.node(endless.id).name:
+        pytest.fail("the lighthouse runs on the group's node")
+    endless.cluster.fail(node)
+    took = wait_for(
+        "Slurm has put it into the queue", lambda: endless.state(endless.groups[1]) != "RUNNING", 120.0
+    )
+    took += endless.wait_for_state(endless.groups[1], "RUNNING", REQUEUED_S)
+    took += endless.wait_for_steps(0, groups=2)
+    endless.cluster.boot(node)
+    endless.seconds("from the failure of a group's node to healed", took)
+
+
+def test_a_group_whose_restarts_are_used_up_is_requeued(endless: Job) -> None:
+    """Point 5. /bin/false needs no start of PyTorch."""
+    endless.start_groups("2", "/bin/false", MAX_RESTARTS="1", MAX_REQUEUES="1")
+    took = wait_for(
+        "it is put into the queue", lambda: "BeginTime" in endless.cluster.jobs()[endless.groups[2]]
+    )
+    took = endless.wait_for_state(endless.groups[2], "FAILED", REQUEUED_S)
+    endless.seconds("until a requeued group has failed again, for good", took)
+    assert endless.output(2).count("ended with status 1") == 4
+
+
+def test_another_submission_brings_a_group_back_which_leaves_before_its_time_limit(endless: Job) -> None:
+    """Points 5 and 6: its first element, of the test before, has failed for good. The signal comes one to two
+    minutes before the limit.
+    """
+    options = ("--time=30", "--cpus-per-task=2")
+    endless.start_groups("2", STEPS, ENDLESS, options=options, NUM_REPLICA_GROUPS="3")
+    endless.seconds("from sbatch --array=2 to healed", endless.wait_for_steps(0, groups=3))
+    endless.cluster.slurm("scontrol", "update", f"JobId={endless.groups[2]}", "EndTime=now+100")
+    took = endless.wait_for_state(endless.groups[2], "COMPLETED")
+    endless.seconds("from 100 s before its time limit to the end of the drained group", took)
+    endless.wait_for_steps(0, groups=2)
+    assert re.findall(r"ended with status (\d+)", endless.output(2)) == ["0"]
+
+
+def test_jobs_of_one_user_do_not_meet(new_job: Callable[[], Job]) -> None:
+    """Points 3 and 4: in one folder, with the address of an ended job in it, and both at once."""
+    first, second = new_job(), new_job()
+    stale = first.logs / "1" / "lighthouse"
+    stale.parent.mkdir()
+    stale.write_text("http://node4:1\n")
+    for job in (first, second):
+        job.start_lighthouse("--nodelist=node1")
+        job.start_groups("0", STEPS, ENDLESS)
+    took = max(job.wait_for_steps(0, groups=1) for job in (first, second))
+    first.seconds("until the first steps, beside the address of an ended job", took)
+    for job in (first, second):
+        assert {groups for _, groups in job.steps(0)} == {1}, "the groups of two jobs train together"
+        job.cluster.slurm("scancel", job.id)
+        wait_for("its address is gone", lambda job=job: not (job.logs / job.id / "lighthouse").exists(), 60.0)
+        assert (job.logs / job.id / "state").is_dir()
+
+
+def test_a_script_that_fails_behind_its_loop_fails_its_element(job: Job) -> None:
+    """As `torchft run` shows it: the group comes back late in its second start."""
+    job.start_lighthouse()
+    job.start_groups("0-1", STEPS, "40", "_1")
+    job.wait_for_state(job.groups[0], "COMPLETED")
+    took = job.wait_for_state(job.groups[1], "FAILED")
+    job.seconds("until the element has failed", took)
+    shown = job.cluster.slurm("scontrol", "show", "job", job.groups[1])
+    assert "ExitCode=1:0" in shown
+    assert re.findall(r"ended with status (\d+)", job.output(1)) == ["1", "66"]
+    job.start_groups("0", STEPS, "40")  # a late return without a failure: its training is complete
+    job.wait_for_state(job.groups[0], "COMPLETED")
+
+
+def test_a_regression_is_an_event(job: Job) -> None:
+    """All groups end, with nothing left of their state."""
+    job.start_lighthouse()
+    for _ in range(2):
+        job.start_groups("0", STEPS, ENDLESS, TORCHFT_SNAPSHOTS="0")
+        job.wait_for_steps(0)
+        job.cluster.slurm("scancel", "--signal=KILL", "--full", job.groups[0])
+        job.wait_for_state(job.groups[0], "FAILED")
+    (event,) = (event for event in job.events() if event["kind"] == "regressed")
+    assert "goes on from step 0" in job.torchft("events") and event["step"] == 0
+
+
+def test_a_group_of_two_nodes_with_two_gpus_each(job: Job) -> None:
+    job.start_lighthouse()
+    options = ("--nodes=2", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
+    job.start_groups("0", STEPS, "20", options=options)
+    took = job.wait_for_state(job.groups[0], "COMPLETED")
+    job.seconds("until 20 steps of 4 ranks on 2 nodes are complete", took)
+    ranks = {int(rank) for rank in re.findall(r"rank (\d) completed", job.output(0))}
+    assert ranks == {0, 1, 2, 3}
+
+
+def test_the_page_is_followed_to_a_healed_group(job: Job) -> None:
+    """The commands of docs/deploy.md, in a clone's folder."""
+    for name in ("python", "train_ddp.py"):
+        (job.folder / name).symlink_to(ROOT / name)
+    page = blocks("docs/deploy.md", (ROOT / "docs" / "deploy.md").read_text())
+    start, look = (
+        block.text for block in page if block.heading == "Slurm" and "LIGHTHOUSE_JOB" in block.text
+    )
+    began = time.monotonic()
+    job.adopt(job.shell(start + "\necho $LIGHTHOUSE_JOB"), groups=3)
+    job.wait_for_steps(0, count=1, groups=3)
+    job.seconds("from nothing to three groups that train", time.monotonic() - began)
+    job.node(job.groups[1]).kill(RANK)
+    job.wait_for_steps(0, count=1, groups=2)
+    job.seconds("from the kill of a group to healed", job.wait_for_steps(0, count=1, groups=3))
+    shown = job.shell(f"LIGHTHOUSE_JOB={job.id}\n{look}")
+    assert "3 groups train from step" in shown and "took over" in shown

@@ -30,6 +30,7 @@ FOREIGN = {
     "sbatch",
     "scancel",
     "scontrol",
+    "sed",
     "show",
     "srun",
     "torchx",

@@ -39,7 +39,7 @@ from torchft.launch import process_tree
 
 COMMANDS = [command for document, text in documents().items() for command in commands(document, text)]
 
-# Sections (document, heading), and the number of their first shell blocks that a test below runs.
+# Sections (document, heading), and the number of their first shell blocks that a test runs.
 RUN = {
     ("README.md", "Try it"): 2,
     ("docs/run.md", "Run a job"): 3,
@@ -49,6 +49,8 @@ RUN = {
     ("docs/deploy.md", "Set the addresses and interfaces"): 2,
     ("docs/deploy.md", "Start the groups"): 2,
     ("docs/deploy.md", "Diagnosis of a hang"): 1,
+    ("docs/kubernetes.md", "Security"): 2,  # test_kubernetes_example.py
+    ("docs/kubernetes.md", "Alerts"): 1,
 }
 # Patterns of commands in shell blocks that no test can run unchanged, and the reason.
 CANNOT = {

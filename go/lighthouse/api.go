@@ -72,8 +72,8 @@ func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, body about) {
 	}
 }
 
-// notice is the body of a request that records an event of which the lighthouse knows nothing itself: a change
-// of the number of groups, the check of a host.
+// notice is the body of a request that records an event of which the lighthouse knows nothing itself: a
+// change of the number of groups, the check of a host.
 type notice struct {
 	Reason string `json:"reason"`
 }

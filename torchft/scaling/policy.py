@@ -19,7 +19,7 @@ SETTLE_SEC = 15.0
 # A lighthouse hears of a step up to 1.7 s late, so a shorter span would say little.
 _SPAN_SEC = 5.0
 _BLOCKS = 8  # of spans, whose rates give the standard error
-_MOST_SPANS = 256  # a noisier job is judged by what it has shown so far
+_MOST_SPANS = 1024  # a noisier job is judged by what it has shown so far
 # The standard error of a rate that is good enough, as a part of what one group brings: a sixth of the
 # distance between SHARE and what the last one brought, within these limits. A curve nears SHARE slowly.
 _LEAST_PRECISION, _FIRST_PRECISION, _MOST_PRECISION = 0.08, 0.04, 0.02
@@ -149,7 +149,8 @@ class Policy:
     """Finds the number of groups: the largest up to which each added group brings :data:`SHARE` of its share.
 
     It first looks whether fewer groups than at its begin do as well, then climbs, one allowed number after
-    the other, and goes back from one that is not worth it.
+    the other, and goes back from one that is not worth it. There it measures again before it stays: in a
+    noisy job, the rate before may have stopped the climb because it was too large.
 
     1. All numbers that it decides for are allowed ones, so none is below the smallest.
     2. It compares rates of times in which as many groups trained as were wanted. While groups are lost or
@@ -242,7 +243,7 @@ class Policy:
             if part < SHARE:
                 self._refused[high] = now
                 if n == high:
-                    return self._back(now, low, f"{why}, less than {SHARE:.0%}")
+                    return self._set(low, high, f"{why}, less than {SHARE:.0%}")
             elif n == low:
                 self._down = False
                 return self._set(high, None, why)
@@ -266,12 +267,8 @@ class Policy:
         self._interrupted += since
         if self._interrupted < _INTERRUPTED_SEC:
             return None
-        self._tried_from, self._refused[n] = None, now
-        return self._back(now, before, f"{n} did not train for {self._interrupted:.0f} s of the attempt")
-
-    def _back(self, now: float, n: int, why: str) -> Decision:
-        self._rests_until = now + AGAIN_SEC
-        return self._set(n, None, why)
+        self._refused[n], self._rests_until = now, now + AGAIN_SEC
+        return self._set(before, None, f"{n} did not train for {self._interrupted:.0f} s of the attempt")
 
     def _set(self, n: int, tried_from: int | None, why: str) -> Decision:
         before, self._wanted, self._tried_from = self._wanted, n, tried_from

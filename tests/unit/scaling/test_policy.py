@@ -53,6 +53,12 @@ class Job:
         """The numbers that were set, one after the other."""
         return [d.groups for before, d in zip([None, *self.decisions], self.decisions) if changes(before, d)]
 
+    def settle(self) -> None:
+        """Runs until the policy stays with a number, for half a day at most."""
+        until = self.now + 43_200
+        while self.now < until and not (self.decisions and " stay:" in self.decisions[-1].reason):
+            self._tick()
+
     def run(self, seconds: float) -> None:
         for _ in range(round(seconds / LOOK_SEC)):
             self._tick()
@@ -119,11 +125,24 @@ def test_it_finds_the_best_number(speed: Callable[[int], float], noise: float, s
     wanted = numbers.index(best(speed, numbers))
     for seed in range(5):
         job = Job(speed, numbers, numbers[0], noise, seed)
-        job.run(6000)
+        job.settle()
         assert abs(numbers.index(job.wanted) - wanted) <= 1, (seed, job.decisions)
         assert len(job.changes) <= 2 * len(numbers), (seed, job.decisions)
         assert set(job.changes) <= set(numbers)
         assert noise > 0 or job.wanted == numbers[wanted], job.decisions
+
+
+def test_a_job_whose_speed_varies_by_more_than_half_ends_seldom_elsewhere() -> None:
+    """The largest number of a curve is worth hardly less than the limit, so some searches go too far."""
+    off = []
+    for speed, sizes, seed in itertools.product(CURVES, ("all", "powers_of_two"), range(6)):
+        numbers = allowed_numbers(1, 8, sizes)
+        job = Job(speed, numbers, numbers[0], 0.6, seed)
+        job.settle()
+        assert len(job.changes) <= 2 * len(numbers)
+        if abs(numbers.index(job.wanted) - numbers.index(best(speed, numbers))) > 1:
+            off.append((speed.__name__, sizes, seed))
+    assert len(off) <= 1, off
 
 
 @pytest.mark.parametrize("speed", CURVES)
@@ -139,11 +158,12 @@ def test_from_more_groups_it_first_looks_whether_fewer_do(speed: Callable[[int],
 def test_each_decision_has_its_figures() -> None:
     job = Job(cores, range(1, 9), 1)
     job.run(600)
-    assert [decision.groups for decision in job.decisions] == [2, 3, 2]
-    first, second, third = (decision.reason for decision in job.decisions)
+    assert [decision.groups for decision in job.decisions] == [2, 3, 2, 2]
+    first, second, third, fourth = (decision.reason for decision in job.decisions)
     assert first.startswith("1 -> 2 groups: ") and first.endswith(" steps/s with 1")
     assert second.startswith("2 -> 3 groups: ") and "an added group brings " in second
     assert third.startswith("3 -> 2 groups: ") and third.endswith("% of its share, less than 60%")
+    assert fourth.startswith("2 groups stay: ") and " with 2, " in fourth and " with 3: " in fourth
 
 
 def test_a_change_is_measured_for_a_while_and_a_number_that_was_not_worth_it_rests() -> None:
@@ -155,7 +175,8 @@ def test_a_change_is_measured_for_a_while_and_a_number_that_was_not_worth_it_res
         times += [job.now] if len(job.decisions) > before else []
     gaps = [later - time for time, later in itertools.pairwise(times)]
     assert gaps[0] > START_SEC + module.SETTLE_SEC and gaps[1] > START_SEC + module.SETTLE_SEC
-    assert gaps[2] > module.AGAIN_SEC  # then it tries three again
+    assert gaps[2] > module.SETTLE_SEC  # two are measured again
+    assert gaps[3] > module.AGAIN_SEC  # then it tries three again
     assert job.changes == [2, 3, 2, 3, 2]
 
 

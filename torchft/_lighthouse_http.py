@@ -118,7 +118,7 @@ class HttpLighthouse:
         Returns:
             a line that says what the lighthouse did.
         """
-        return self._ask(what, "replica_id", replica_id)
+        return f"{replica_id}: {self._ask(what, replica_id=replica_id)}"
 
     def scaled(self, reason: str) -> None:
         """Makes a change of the number of groups an event of the job.
@@ -127,7 +127,15 @@ class HttpLighthouse:
             Unanswered: no lighthouse answers, or it refuses.
             ValueError: TORCHFT_TOKEN_FILE cannot be read.
         """
-        self._ask("scaled", "reason", reason)
+        self._ask("scaled", reason=reason)
+
+    def limit(self, max_replicas: int) -> None:
+        """Sets how many groups train; further ones are standbys.
+
+        Raises:
+            Unanswered, ValueError: as :meth:`scaled`.
+        """
+        self._ask("max_replicas", max_replicas=max_replicas)
 
     def change(self, what: str, address: str) -> str:
         """Requests that the cluster ``add`` or ``remove`` a lighthouse, with the token of TORCHFT_TOKEN_FILE
@@ -139,13 +147,13 @@ class HttpLighthouse:
         Raises:
             Unanswered: no lighthouse answers, or the cluster refuses; or ``address`` is malformed.
         """
-        return self._ask(f"cluster/{what}", "address", _checked(address))
+        return f"{_checked(address)}: {self._ask(f'cluster/{what}', address=_checked(address))}"
 
-    def _ask(self, what: str, name: str, value: str) -> str:
-        body = json.dumps({name: value}).encode()
-        with self._open(f"/api/v1/{what}", "POST", token_headers(), body) as response:
+    def _ask(self, what: str, **body: str | int) -> str:
+        encoded = json.dumps(body).encode()
+        with self._open(f"/api/v1/{what}", "POST", token_headers(), encoded) as response:
             try:
-                return f"{value}: {json.loads(_body(response))['done']}"
+                return str(json.loads(_body(response))["done"])
             except (ValueError, KeyError, TypeError):
                 raise Unanswered(f"{response.url} answered other JSON: is it a lighthouse?") from None
 
@@ -186,7 +194,7 @@ def tell_bad_node(lighthouse: str, job: str, node: str, reasons: Iterable[str]) 
     """Makes it an event of a job that a host should not train. Returns why it is none; empty: it is one."""
     try:
         text = f"node {node} should not train: {'; '.join(reasons)}"
-        HttpLighthouse(lighthouse, job)._ask("bad_node", "reason", text)
+        HttpLighthouse(lighthouse, job)._ask("bad_node", reason=text)
     except (Unanswered, ValueError) as e:
         return f"this is no event of the job: {e}"
     return ""

@@ -72,6 +72,40 @@ func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, body about) {
 	}
 }
 
+// limit is the body of a request that sets max_replicas of a job.
+type limit struct {
+	MaxReplicas int `json:"max_replicas"`
+}
+
+func (l limit) check() error {
+	if l.MaxReplicas < 1 {
+		return fmt.Errorf("max_replicas is %d: it must be at least 1", l.MaxReplicas)
+	}
+	return nil
+}
+
+func (limit) want() string { return `{"max_replicas": 4}` }
+
+func (s *Server) apiLimit(w http.ResponseWriter, r *http.Request, body limit) {
+	policy := s.cfg.Policy
+	policy.MaxReplicas = body.MaxReplicas
+	if err := policy.Validate(); err != nil {
+		dashboard.Refuse(w, http.StatusBadRequest, err)
+		return
+	}
+	j := s.jobFor(w, r)
+	if j == nil {
+		return
+	}
+	if err := j.feed(quorum.Limited{MaxReplicas: body.MaxReplicas}); err != nil {
+		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New(rpc.Message(err)))
+		return
+	}
+	j.log.Info("torchft: another number of groups trains", "max_replicas", body.MaxReplicas, "from",
+		r.RemoteAddr)
+	dashboard.Answer(w, recorded{"set"})
+}
+
 // notice is the body of a request that records an event of which the lighthouse knows nothing itself: a
 // change of the number of groups, the check of a host.
 type notice struct {
@@ -102,7 +136,7 @@ func (s *Server) apiNotice(
 	}
 }
 
-// recorded is the answer to such a request.
+// recorded is the answer to requests that name no member.
 type recorded struct {
 	Done string `json:"done"`
 }

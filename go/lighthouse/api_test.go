@@ -60,6 +60,8 @@ func TestTheAPIRefusesBadRequests(t *testing.T) {
 			{"an unknown member", "POST", "/kill", `{"replica_id": "<b>"}`, 404, `member "<b>" is not known`},
 			{"an unknown member", "POST", "/drain", `{"replica_id": "b"}`, 404, `member "b" is not known`},
 			{"no reason", "POST", "/scaled", `{}`, 400, "reason is empty"},
+			{"too few", "POST", "/max_replicas", `{}`, 400, "max_replicas is 0: it must be at least 1"},
+			{"another job", "POST", "/max_replicas?job=x", `{"max_replicas": 2}`, 404, `job "x"`},
 			{"no reason", "POST", "/bad_node", `{}`, 400, "reason is empty"},
 			{"another job", "POST", "/scaled?job=x", `{"reason": "a"}`, 404, `no group of job "x" has joined`},
 			{"another method", "GET", "/kill", "", 405, "GET /api/v1/kill is not allowed; allowed: POST"},
@@ -112,10 +114,15 @@ func TestChangesOverTheAPIWantTheToken(t *testing.T) {
 		code, answer = call(t, c, "POST", "/api/v1/scaled", why, right)
 		assert.Equal(t, 200, code)
 		assert.Equal(t, map[string]any{"done": "recorded"}, answer)
+		code, _ = call(t, c, "POST", "/api/v1/max_replicas", `{"max_replicas": 3}`, nil)
+		assert.Equal(t, 401, code)
+		code, _ = call(t, c, "POST", "/api/v1/max_replicas", `{"max_replicas": 3}`, right)
+		assert.Equal(t, 200, code)
 		code, _ = call(t, c, "POST", "/api/v1/bad_node", `{"reason": "host b: XID 79"}`, right)
 		assert.Equal(t, 200, code)
 		time.Sleep(time.Second) // a status is shared for a while
 		_, status = call(t, c, "GET", "/api/v1/status", "", nil)
+		assert.InDelta(t, 3, status["max_replicas"], 0)
 		var notices []any
 		for _, event := range status["notices"].([]any) {
 			notices = append(notices, event.(map[string]any)["reason"])

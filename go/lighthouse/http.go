@@ -37,6 +37,7 @@ func (s *Server) handler() http.Handler {
 	mux.HandleFunc("/api/v1/keepers", s.serveKeepers)
 	mux.HandleFunc("/api/v1/kill", ask(s, "kill", s.apiKill))
 	mux.HandleFunc("/api/v1/drain", ask(s, "drain", s.apiDrain))
+	mux.HandleFunc("/api/v1/max_replicas", ask(s, "max_replicas", s.apiLimit))
 	mux.HandleFunc("/api/v1/scaled", ask(s, "scaled",
 		s.apiNotice(dashboard.Scaled, "the number of replica groups")))
 	mux.HandleFunc("/api/v1/bad_node", ask(s, "bad node",

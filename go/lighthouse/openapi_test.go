@@ -128,6 +128,8 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 		ask("POST", "/api/v1/scaled", `{}`, 400)
 		ask("POST", "/api/v1/scaled", `{"reason": "2 -> 3 groups"}`, 403, "Origin", "http://evil.example")
 		ask("POST", "/api/v1/scaled", `{"reason": "2 -> 3 groups"}`, 200)
+		ask("POST", "/api/v1/max_replicas", `{"max_replicas": 0}`, 400)
+		ask("POST", "/api/v1/max_replicas", `{"max_replicas": 3}`, 200)
 		ask("POST", "/api/v1/bad_node", `{}`, 400)
 		ask("POST", "/api/v1/bad_node", `{"reason": "host b: XID 79"}`, 200)
 		for _, path := range []string{"/api/v1/drain", "/api/v1/kill"} {

@@ -143,6 +143,8 @@ func (m *Machine) take(event Event) (decide bool) {
 		m.watch.progressed(e)
 	case Raised:
 		m.poison.raised(e)
+	case Limited: // Step lets standbys in
+		m.policy.MaxReplicas = e.MaxReplicas
 	case Drained:
 		// No decision: the member is in the next quorum as before, since it leaves only after a step.
 		m.drains.drained(e)

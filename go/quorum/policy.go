@@ -8,8 +8,8 @@ import (
 
 // Policy has the settings that decide when a quorum forms. Errors name them as the options of the command.
 //
-// A machine gets a valid policy (Validate), and keeps it: a timer that began with one timeout must not end
-// with another.
+// A machine gets a valid policy (Validate), and keeps it, but for MaxReplicas (Limited): a timer that began
+// with one timeout must not end with another.
 type Policy struct {
 	MinReplicas      int           // groups a quorum needs at least
 	MaxReplicas      int           // groups that train; further ones are standbys (seats.go). 0: no limit

@@ -8,7 +8,8 @@ import (
 
 // seats holds newcomers back while as many groups train as the policy wants (MaxReplicas). Such a standby
 // keeps its request pending. It is let in when a member of the latest quorum fails or leaves, and the failed
-// group is a standby when it has come back.
+// group is a standby when it has come back. If an operator lowers the number (Limited), the members that
+// train stay, and one that leaves is not replaced.
 //
 // Invariants:
 //

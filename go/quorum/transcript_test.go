@@ -120,6 +120,8 @@ func (r *scribe) run(words []string) []string {
 	case "parts":
 		return r.step(Parting{ReplicaID: args[0], QuorumID: transcript.Number(r.t, args[1]), Step: 4,
 			Reason: "it has not committed step 4"})
+	case "limit":
+		return r.step(Limited{MaxReplicas: int(transcript.Number(r.t, args[0]))})
 	case "changes":
 		return r.step(Changes{ReplicaID: args[0], Reason: "another setting"})
 	case "recalled":

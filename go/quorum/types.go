@@ -139,6 +139,8 @@ type (
 		Skip      string // the unit, which the groups are to leave out if it repeats; empty: the job stops
 		Text      string // the traceback
 	}
+	// Limited: an operator sets Policy.MaxReplicas.
+	Limited struct{ MaxReplicas int }
 	// Drained: an operator or a scheduler requests that a member leaves.
 	Drained struct{ ReplicaID, Reason string }
 	// Leaving: a member has ended its last step, and will not ask again.
@@ -177,6 +179,7 @@ func (Suspected) isEvent()    {}
 func (Checked) isEvent()      {}
 func (Progressed) isEvent()   {}
 func (Raised) isEvent()       {}
+func (Limited) isEvent()      {}
 func (Drained) isEvent()      {}
 func (Leaving) isEvent()      {}
 func (ShuttingDown) isEvent() {}

@@ -320,11 +320,6 @@ def _parse(arguments: Sequence[str]) -> Any:
     except ValueError as e:
         parser.error(f"--{e}")
     args.replicas = (args.numbers[0], most)
-    if args.standby and first != most:
-        parser.error(
-            f"--standby {args.standby} is not allowed with --replicas {first}:{most}, a range; "
-            f"allowed: --replicas {first}"
-        )
     if args.bind and args.lighthouses > 1:
         parser.error(
             f"--bind {args.bind} is not allowed with --lighthouses {args.lighthouses}, which take free "

@@ -141,19 +141,15 @@ class LocalJob:
         self.scale(replicas)
 
     def scale(self, replicas: int) -> None:
-        """Adds groups, or drains the last ones: they leave between two steps, so no step of the others is
-        aborted.
+        """Adds groups, or drains the last ones that train: they leave between two steps, so no step of the
+        others is aborted. The number of standbys stays.
 
         Groups whose restarts had stopped are started again.
 
         Raises:
-            ValueError: ``replicas`` is below ``least`` or above ``most``, or the job has standbys.
+            ValueError: ``replicas`` is below ``least`` or above ``most``, a group that is wanted again is
+                still leaving, or the lighthouse does not take the number of a job with standbys.
         """
-        if self._standby and self.members:
-            raise ValueError(
-                f"{replicas} replica groups are not allowed with --standby {self._standby}, which "
-                f"keeps their number; allowed: {self._first}"
-            )
         if not self.least <= replicas <= self.most:
             more = (
                 f"; to allow them, start it with --replicas {self._first}:{replicas}"
@@ -165,18 +161,26 @@ class LocalJob:
                 f"{self.most} "
                 f"(MAX of --replicas){more}"
             )
-        for member in self.members[replicas:]:
-            if member.state not in ("done", "left", "leaving"):
-                member.leaving, member.state, member.restart_at, member.abandoned = True, "leaving", None, ""
-                self._drain(member)
-        for number in range(replicas + self._standby):
-            if number == len(self.members):
-                self.members.append(GroupState(self._make_group(number)))
-            member = self.members[number]
-            if member.group.starts > 0 and not member.leaving and not member.abandoned:
-                continue
-            if member.leaving and member.running:
-                raise ValueError(f"group {number} is still leaving; try again when it has left")
+        stay = [member for member in self.members if not member.leaving]
+        lacking = replicas + self._standby - len(stay)
+        left = sorted(
+            (member for member in self.members if member.leaving), key=lambda member: member.running
+        )
+        again = left[: max(0, lacking)]
+        for member in again:
+            if member.running:
+                raise ValueError(f"group {member.group.number} is still leaving; try again when it has left")
+        # Before a group leaves, whose place a standby would take.
+        if self._standby and self.members and not limit(self._lighthouse, replicas):
+            raise ValueError(f"the lighthouse does not take {replicas} as its max_replicas; try again")
+        trains = [member for member in stay if member.state not in (STANDBY, "done")]
+        for member in trains[len(trains) - max(0, -lacking) :]:
+            member.leaving, member.state, member.restart_at, member.abandoned = True, "leaving", None, ""
+            self._drain(member)
+        for _ in range(lacking - len(again)):
+            self.members.append(GroupState(self._make_group(len(self.members))))
+            again.append(self.members[-1])
+        for member in [*again, *(member for member in stay if member.abandoned)]:
             member.leaving, member.abandoned, member.fruitless = False, "", 0
             self._errors.clear()  # the script may have been repaired
             self._start(member)
@@ -383,7 +387,7 @@ class LocalJob:
         ``shutdown(finished=True)`` leaves waiting, and groups that come back too late.
         """
         finished = sum(member.state == "done" for member in self.members)
-        if finished < self._first or any(m.running and m.state == "training" for m in self.members):
+        if finished < self.wanted or any(m.running and m.state == "training" for m in self.members):
             return
         for member in self.members:
             if (member.running or member.restart_at is not None) and not member.leaving:
@@ -408,6 +412,8 @@ class LocalJob:
         self.shown = shown = status(self._lighthouse)
         if shown.get("stopped"):
             raise JobStops(shown["stopped"])
+        if self._standby and shown.get("max_replicas", self.wanted) != self.wanted:
+            limit(self._lighthouse, self.wanted)  # another lighthouse leads
         members = {
             urlsplit(reported["address"]).port: reported
             for reported in shown["members"]
@@ -439,8 +445,17 @@ def drain(lighthouse: str, replica_id: str) -> bool:
     """Drains a group through the lighthouse. Returns False if the lighthouse could not pass the request
     on.
     """
+    return _done(lambda: HttpLighthouse(lighthouse, timeout=_REQUEST_SEC).ask("drain", replica_id))
+
+
+def limit(lighthouse: str, max_replicas: int) -> bool:
+    """Sets how many groups train. Returns False if the lighthouse does not answer, or refuses."""
+    return _done(lambda: HttpLighthouse(lighthouse, timeout=_REQUEST_SEC).limit(max_replicas))
+
+
+def _done(ask: Callable[[], object]) -> bool:
     try:
-        HttpLighthouse(lighthouse, timeout=_REQUEST_SEC).ask("drain", replica_id)
+        ask()
     except (Unanswered, ValueError):
         return False
     return True

@@ -109,10 +109,6 @@ def exits(arguments: list[str]) -> int:
             "--scale auto is not allowed with --replicas 2; allowed: --replicas N:MAX",
         ),
         (
-            ["run", "--replicas", "2:8", "--scale", "auto", "--standby", "1", __file__],
-            "--standby 1 is not allowed with --replicas 2:8, a range; allowed: --replicas 2",
-        ),
-        (
             ["run", "--replicas", "2:8", "--sizes", "2/4", __file__],
             "--sizes 2/4 is not allowed without --scale auto",
         ),

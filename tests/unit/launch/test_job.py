@@ -467,8 +467,6 @@ def test_a_standby_is_started_like_the_others_and_ends_with_them(monkeypatch: py
     cluster.pass_time(1)
     assert cluster.states() == ["training", "training", "standby"]
     assert "step" not in line(cluster.job.members[2], cluster.job.pace)
-    with pytest.raises(ValueError, match=r"^3 .* not allowed with --standby 1, .*; allowed: 2$"):
-        cluster.job.scale(3)
     cluster.groups[2].status = 1
     cluster.pass_time(0)
     cluster.pass_time(0)
@@ -483,6 +481,38 @@ def test_a_standby_is_started_like_the_others_and_ends_with_them(monkeypatch: py
     assert [group.terminated for group in cluster.groups] == [0, 0, 1]
     cluster.groups[2].status = 143
     assert not cluster.pass_time(1) and cluster.states() == ["done", "done", "left"]
+
+
+def test_the_number_of_groups_beside_a_standby(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[int] = []
+    takes = True
+    monkeypatch.setattr(module, "limit", lambda _, most: limits.append(most) or takes)
+    cluster = Cluster(monkeypatch, 2, 4, standby=1)
+    cluster.training, cluster.standby = {0: 5, 1: 5}, {2}
+    cluster.pass_time(1)
+    cluster.job.scale(3)  # the standby trains, and the new group stands by
+    assert limits == [3] and [group.starts for group in cluster.groups] == [1, 1, 1, 1]
+    cluster.training, cluster.standby = {0: 5, 2: 5, 3: 5}, {1}  # group 1 had failed
+    cluster.pass_time(1)
+    takes = False
+    with pytest.raises(ValueError, match="does not take 2 as its max_replicas"):
+        cluster.job.scale(2)
+    assert cluster.drained == [] and cluster.job.wanted == 3
+    takes = True
+    cluster.job.scale(2)
+    assert cluster.drained == ["g3"] and cluster.job.wanted == 2, "no standby is drained"
+    cluster.groups[3].status = 0
+    cluster.training = {0: 6, 2: 6}
+    cluster.pass_time(1)
+    assert cluster.states() == ["training", "standby", "training", "left"]
+    cluster.job.scale(4)
+    assert [group.starts for group in cluster.groups] == [1, 1, 1, 2, 1]
+    assert limits == [3, 2, 2, 4]
+    # The next leader of a cluster begins with the number of the start.
+    status = cluster._status()
+    monkeypatch.setattr(module, "status", lambda _: {**status, "max_replicas": 2})
+    cluster.pass_time(1)
+    assert limits[-1] == 4 and len(limits) == 5
 
 
 def test_adding_and_draining_groups(monkeypatch: pytest.MonkeyPatch) -> None:

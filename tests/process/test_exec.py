@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from processes import ours_path
 
 from tests.unit.waiting import wait_until
 from torchft.launch import process_tree
-from torchft.launch.exec import not_python, split
+from torchft.launch.exec import name_of, not_python, split
 from torchft.launch.ready import first_imports, sets_before_imports
 
 # A launcher: runs one command for each line of its input, and writes the status of each.
@@ -353,6 +354,24 @@ if sys.argv[0].endswith("ready.py"):
         time.sleep(0.01)
     open({0!r} + "/imported", "w").close()
 """
+
+
+def test_requests_are_answered_between_two_imports(launcher: Launcher) -> None:
+    folders = [launcher.folder / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+        launcher.module(f"slow_{folder.name}", SLOW.format(str(folder)))
+    launcher.script("print()\nimport slow_first, slow_second")
+    assert launcher.run("script.py")[0] == 0
+    wait_until((folders[0] / "begun").exists)
+    with socket.socket(socket.AF_UNIX) as request:
+        request.settimeout(120)
+        request.connect(f"\0{name_of(launcher.process.pid)}")
+        request.shutdown(socket.SHUT_WR)  # ended before it has said anything: the answer is its end
+        (folders[0] / "go").touch()
+        assert request.recv(1) == b""
+    assert not (folders[1] / "imported").exists()
+    (folders[1] / "go").touch()
 
 
 @pytest.mark.parametrize("ended", ["program", "launcher's child"])

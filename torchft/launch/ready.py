@@ -24,7 +24,7 @@ import socket
 import sys
 import sysconfig
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 # The Go runtime does not survive a fork.
@@ -110,9 +110,14 @@ class Ready:
             return {}  # the start will say it
 
     def _import(
-        self, names: dict[str, str | None], used: Mapping[str, Collection[str]] | None = None
-    ) -> None:
-        """Imports modules, and what these import when an attribute is used."""
+        self,
+        names: dict[str, str | None],
+        used: Mapping[str, Collection[str]] | None = None,
+        asked: Callable[[], bool] = bool,
+    ) -> bool:
+        """Imports modules, and what these import when an attribute is used. Returns whether it has imported
+        all: a start that is `asked` for meanwhile comes before the next module.
+        """
         self._before = descriptors().keys()
         os.environ.__class__ = _Environment
         signal.setitimer(signal.ITIMER_REAL, _LOOK_SEC, _LOOK_SEC)  # ends are told meanwhile
@@ -121,14 +126,17 @@ class Ready:
                 attributes = (used or {}).get(name, ())
                 if (name in sys.modules and not attributes) or self._is_left_out(name):
                     continue
+                if asked():
+                    return False
                 if _installed(name, origin):
                     self._import_one(name, attributes)
         finally:
             os.environ.__class__ = os._Environ
             signal.setitimer(signal.ITIMER_REAL, 0)
-        self._files = files()
-        gc.collect()
-        gc.freeze()  # a collection in a child, also at its end, would copy the memory that it shares
+            self._files = files()
+            gc.collect()
+            gc.freeze()  # a collection in a child, also at its end, would copy the memory that it shares
+        return True
 
     def _import_one(self, name: str, used: Collection[str]) -> None:
         _unit[0] = name
@@ -192,8 +200,7 @@ class Ready:
                     poll.register(connection, select.POLLIN)
             found = {descriptor for descriptor, _ in poll.poll(1000 * _SETTLED_SEC if new else None)}
             if new and not found:
-                new = False
-                self._import(self._names)
+                new = not self._import(self._names, asked=self._is_asked)
             if self._news in found:
                 new = self._hear() or new
             self.look()
@@ -208,6 +215,9 @@ class Ready:
                 for given in descriptors:
                     os.close(given)
                 self._children[os.pidfd_open(pid)] = pid, connection
+
+    def _is_asked(self) -> bool:
+        return self._protocol.readable(self._listener.fileno(), 0)
 
     def look(self) -> None:
         """Ends with the owner, and tells how children have ended; also while it imports, for seconds."""

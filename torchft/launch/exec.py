@@ -2,20 +2,23 @@
 
 The launcher (torchrun, Slurm) knows the process id of this process. It forwards signals to the fork, ends
 with its status or by its signal, and the kernel kills the fork when this process ends. `torchft run` runs
-this file as a program of its own, without `site`: its start is a part of every restart, so it imports little.
+this file as a program of its own, without `site`: its start is a part of every restart, so it imports little,
+and nothing for its annotations.
 """
 
 from __future__ import annotations
 
-import contextlib
 import marshal
 import os
 import select
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any, NoReturn
 
 _ABOUT = """\
 usage: torchft exec [OPTION OF PYTHON]... SCRIPT [ARGUMENT]...
@@ -81,8 +84,10 @@ class Forked:
         return status
 
     def send_signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        try:  # noqa: SIM105  # contextlib is slow to import
             signal.pidfd_send_signal(self._descriptor, number)
+        except ProcessLookupError:
+            pass
 
     def name_it(self, number: int) -> None:
         """Makes a pidfd of the program the descriptor `number`."""
@@ -306,8 +311,10 @@ def _become_ready(
     os.dup2(1, 2)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > 2:
-            with contextlib.suppress(OSError):  # that of the list itself
+            try:  # noqa: SIM105
                 os.set_inheritable(descriptor, descriptor in kept)
+            except OSError:
+                pass  # that of the list itself
     os.execv(sys.executable, command(options))
 
 

@@ -1,10 +1,11 @@
-"""Starts by fork and a standby, beside starts of Python: a killed group, the first start of eight ranks, and
-their memory.
+"""Starts by fork and a standby, beside starts of Python: a killed group, a killed rank, the first start of
+eight ranks, and their memory.
 
     python python/bench/forks.py [--rounds 5]
 
 Two groups train train_demo.py, the script of `make train`. In each round one is killed with SIGKILL and
-restarted at once, by fork and in the ordinary way; or a third group, forked before, takes its place. Eight
+restarted at once, by fork and in the ordinary way; or a third group, forked before, takes its place. Or both
+have four ranks and train train_fsdp.py; one rank is killed, and torchrun forks the four of its group. Eight
 ranks of one group import PyTorch and torchft, and sleep; beside them one process that does so without
 torchrun. Processor time is that of torchrun and rank of the group that comes in, from the kill on, and does
 not depend on what else the machine does.
@@ -33,7 +34,9 @@ from torchft.launch.lighthouse import lighthouse
 from torchft.launch.owned import ReadyProcess
 
 RANKS = 8
+RANKS_OF_FSDP = 4
 GOAL_HEALED_S = {"standby": 0.4, "fork": 0.6}
+GOAL_RANK_S = 1.0
 GOAL_START = 1.3  # of one import
 GOAL_MEMORY = 2.5  # of one idle rank
 LIMIT_S = 300
@@ -56,31 +59,35 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory(prefix="torchft-forks-") as folder:
         killed = {way: restarts(way, rounds, Path(folder) / way) for way in ("standby", *WAYS)}
+        one_rank = restarts("rank", rounds, Path(folder) / "rank")
         idle = Path(folder) / "idle.py"
         idle.write_text(IDLE)
         starts: dict[str, list[tuple[float, float]]] = {"one": [], **{way: [] for way in WAYS}}
         for number in range(rounds):
             for way in rotated(list(starts), number):
                 starts[way].append(first_start(way, idle))
-    print(table(killed, starts))
+    print(table(killed, one_rank, starts))
 
 
 def restarts(way: str, rounds: int, folder: Path) -> list[tuple[float, float]]:
     """Seconds from the kill to the commit after the heal, and processor seconds until then, of each round."""
     folder.mkdir()
     ready = None
+    ranks = RANKS_OF_FSDP if way == "rank" else 1
     if way != "ordinary":
-        ready = ReadyProcess(str(TRAIN_SCRIPT), {**os.environ, **environment(1)})
+        ready = ReadyProcess(str(TRAIN_SCRIPT), {**os.environ, **environment(ranks)})
     else:
         os.environ[NAME_ENV] = "none"  # where no ready process listens
     number = 3 if way == "standby" else 2
-    groups = [Group(i, number, folder, ready=ready) for i in range(number)]
+    groups = [Group(i, number, folder, ranks, ready=ready) for i in range(number)]
+    torchrun_args = ["--max_restarts", str(rounds)] if ranks > 1 else []
     found = []
     try:
         with lighthouse(folder / "lighthouse.log", [*LIGHTHOUSE, "--max_replicas", "2"]) as address:
-            args = ["--script", "train_ddp", "--steps", "1000000", "--device", "cpu"]
+            script = "train_ddp" if ranks == 1 else "train_fsdp"
+            args = ["--script", script, "--steps", "1000000", "--device", "cpu"]
             for group in groups:
-                group.start(address, args)
+                group.start(address, args, torchrun_args)
             wait(groups, lambda: sum(len(group.commits()) > 50 for group in groups) == 2)
             for _ in range(rounds):
                 time.sleep(8)  # as long as the ready process may import what the first start has imported
@@ -96,17 +103,24 @@ def restarts(way: str, rounds: int, folder: Path) -> list[tuple[float, float]]:
 
 
 def kill_one(groups: list[Group], address: str, args: list[str]) -> tuple[float, float]:
-    """Kills a group that trains, which is restarted. A third group takes its place before."""
+    """Kills a group that trains, which is restarted, or one of its ranks. A third group takes its place."""
     back = victim = groups[1]
     if len(groups) == 3:
         wait(groups, lambda: standby(address) is not None)
         back = groups[standby(address) or 0]
         victim = groups[back.number - 1]
-    before = processor_time(process_tree.tree(back.pid)) if back is not victim else 0.0
+    before = 0.0
+    if back.nproc > 1:
+        before = processor_time([back.pid])
+    elif back is not victim:
+        before = processor_time(process_tree.tree(back.pid))
     began = time.time()
-    victim.kill()
-    if back is victim:
-        back.start(address, args)
+    if victim.nproc > 1:
+        victim.kill_rank(victim.nproc - 1)
+    else:
+        victim.kill()
+        if back is victim:
+            back.start(address, args)
     wait([back], lambda: healed(back, began) is not None)
     spent = processor_time(process_tree.tree(back.pid)) - before
     if back is not victim:
@@ -192,7 +206,11 @@ def processor_time(pids: list[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def table(killed: dict[str, list[tuple[float, float]]], starts: dict[str, list[tuple[float, float]]]) -> str:
+def table(
+    killed: dict[str, list[tuple[float, float]]],
+    one_rank: list[tuple[float, float]],
+    starts: dict[str, list[tuple[float, float]]],
+) -> str:
     rows = []
     seconds, spent = (
         {way: Spread.of(sample[i] for sample in killed[way]) for way in killed} for i in range(2)
@@ -204,6 +222,9 @@ def table(killed: dict[str, list[tuple[float, float]]], starts: dict[str, list[t
     ratio = [mine[1] / other[1] for mine, other in zip(killed["fork"], killed["ordinary"])]
     what = "of it processor time of torchrun and rank, s"
     rows.append([what, *(spent[way].text() for way in killed), Spread.of(ratio).text()])
+    rank = Spread.of(took for took, _ in one_rank)
+    what = f"kill -9 of one rank of {RANKS_OF_FSDP} to healed, s (goal <= {GOAL_RANK_S})"
+    rows.append([what, "", f"{rank.text()} {verdict(rank.median <= GOAL_RANK_S)}", "", ""])
     for i, what, most in (
         (0, "start of eight ranks", GOAL_START),
         (1, "memory of eight ranks and the ready process", GOAL_MEMORY),

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -26,7 +27,10 @@ from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_
 from torch.distributed import TCPStore
 
 from tests.promises import KILL_S, within
+from torchft._lighthouse_http import HttpLighthouse
+from torchft._manager.settings import BAD_NODE_STATUS, STOPPED_STATUS
 from torchft.launch import exec as launch
+from torchft.launch import process_tree
 
 # PyTorch's TCPStore asks the name server for the name of every peer. In a new quorum a lost answer would cost
 # 5 s.
@@ -119,11 +123,7 @@ class Chaos:
         """Sends SIGKILL to all trainers and agents at once, and to the lighthouse if wanted, when a rank of
         the first group is at a phase. Then all are restarted, and go on from the copies in memory.
         """
-        for group in range(self.groups):
-            self._prepare(group)
-        # An earlier fault may have spoilt the last copy.
-        reached = self._reached() + 2 * SNAPSHOTS
-        self.job.wait(lambda: self._reached() > reached, HEAL_BOUND_S, "copies are made")
+        self._prepare_all()
         before, children = self._failures(), self._children()
         at = self._strike([self.lives[0].ranks[0]], phase, signal.SIGKILL)
         victims = [*children, *([self.lighthouse] if lighthouse else [])]
@@ -139,6 +139,36 @@ class Chaos:
             self.lighthouse = self._start_lighthouse()
         else:
             self._wait_killed(before, self.groups)
+        return self._begin_anew(at)
+
+    def poison(self) -> Outcome:
+        """Lets all groups end by the same exception in one step. The job stops: all but the first group end
+        with the status for that. Then all are restarted, as after kill_all.
+        """
+        self._prepare_all()
+        children, step = self._children(), self._reached() + 50
+        for child in children:
+            child.expected_to_live = False
+            child.send(do="strike", phase="before the vote", signal=signal.SIGRTMIN, step=step)
+        self.job.wait(
+            lambda: all(child.returncode is not None for child in children), HEAL_BOUND_S, "the job stops"
+        )
+        at = time.monotonic()
+        ended = Counter(child.returncode for child in children)
+        assert ended.keys() <= {1, STOPPED_STATUS} and ended[1] <= self.ranks, ended
+        assert "an exception of the script" in self._status()["stopped"]
+        self.lighthouse.kill()
+        self.lighthouse = self._start_lighthouse()
+        return self._begin_anew(at)
+
+    def _prepare_all(self) -> None:
+        for group in range(self.groups):
+            self._prepare(group)
+        # An earlier fault may have spoilt the last copy.
+        reached = self._reached() + 2 * SNAPSHOTS
+        self.job.wait(lambda: self._reached() > reached, HEAL_BOUND_S, "copies are made")
+
+    def _begin_anew(self, at: float) -> Outcome:
         reached = self._reached()
         self.era += 1
         self._replace(range(self.groups))
@@ -227,6 +257,73 @@ class Chaos:
             child.kill()
         self._replace([victim])
         return outcome
+
+    def slow(self, victim: int) -> Outcome:
+        """Lets a group work longer in each step, until the lighthouse names it. It is named no more when it
+        is as fast as the others, and no group fails.
+        """
+        before, at = self._failures(), time.monotonic()
+        self._work(victim, 6.0)
+        self.job.wait(lambda: self._is_slow(victim), HEAL_BOUND_S, f"group {victim} is named")
+        named = time.monotonic() - at
+        self._work(victim, 1.0)
+        self.job.wait(lambda: not self._is_slow(victim), HEAL_BOUND_S, f"group {victim} is as fast again")
+        assert self._failures() == before
+        return Outcome(named, 0)
+
+    def _work(self, group: int, slower: float) -> None:
+        for child in self.lives[group].ranks:
+            child.send(do="work", slower=slower)
+
+    def _is_slow(self, group: int) -> bool:
+        return "straggler" in self._member(group)
+
+    def scale(self, victim: int) -> Outcome:
+        """Takes a group away and adds it again, as a scaler does. It leaves between two steps."""
+        self._prepare(victim)
+        before, ranks = self._failures(), self.lives[victim].ranks
+        for child in ranks:
+            child.expected_to_live = False
+        at = time.monotonic()
+        self._http().ask("drain", self._member(victim)["replica_id"])
+        outcome = self._after(self._others(victim), [victim], at, STOP_BOUND_S)
+        self.job.wait_exit(ranks, HEAL_BOUND_S)
+        assert self._failures() == before
+        self._replace([victim])
+        return outcome
+
+    def crash_check(self) -> Outcome:
+        """Sends SIGKILL to the process that checks a host, as if a driver had crashed it. The host is bad
+        then, which the lighthouse shows.
+        """
+        argv = [sys.executable, "-m", "torchft.cli", "doctor", "--node", "--nodes", "1"]
+        command = [*argv, "--lighthouse", self._http().addresses[0]]
+        node = f"checked-{time.monotonic_ns()}"
+        at, env = time.monotonic(), {"TORCHFT_NODE_NAME": node, "TORCHFT_JOB_ID": "default"}
+        doctor = self.job.start(node, command, path=ours_path(), env=env)
+        doctor.expected_to_live = False
+        self.job.wait(lambda: len(process_tree.tree(doctor.pid)) > 1, HEAL_BOUND_S, "the check runs")
+        for pid in process_tree.tree(doctor.pid)[1:]:
+            os.kill(pid, signal.SIGKILL)
+        self.job.wait(lambda: doctor.returncode is not None, HEAL_BOUND_S, "the check ends")
+        assert doctor.returncode == BAD_NODE_STATUS
+        assert any(f"node {node} should not train" in event["reason"] for event in self._status()["notices"])
+        return Outcome(time.monotonic() - at, 0)
+
+    def _http(self) -> HttpLighthouse:
+        return HttpLighthouse(f"http://{self._address()}:{self.port}", "default")
+
+    def _status(self) -> dict[str, Any]:
+        return self._http().get("/status")
+
+    def _member(self, group: int) -> dict[str, Any]:
+        """What the lighthouse shows of the live group with this number."""
+        (found,) = (
+            member
+            for member in self._status()["members"]
+            if member["healthy"] and member["replica_id"].startswith(f"chaos_{group}:")
+        )
+        return found
 
     def _wait_for_log(self, child: Child, text: str) -> None:
         self.job.wait(lambda: text in child.log_tail(1000), KILL_BOUND_S, f"{child.name} logs {text!r}")

@@ -106,6 +106,12 @@ FAULTS = [
     Fault("SIGSTOP of another rank", _stop(1, rank=1), ranks=2),
     Fault("an exception of the script", lambda chaos, rng: chaos.raises(rng.randrange(chaos.groups))),
     Fault("a hang of another rank", lambda chaos, rng: chaos.hang(rng.randrange(chaos.groups)), ranks=2),
+    Fault("a slow group", lambda chaos, rng: chaos.slow(rng.randrange(chaos.groups)), groups=3, lost=0),
+    Fault(
+        "a group is taken away and added", lambda chaos, rng: chaos.scale(rng.randrange(chaos.groups)), lost=0
+    ),
+    Fault("the same exception in all groups", lambda chaos, rng: chaos.poison(), lost=SNAPSHOTS + 1),
+    Fault("kill -9 of the check of a host", lambda chaos, rng: chaos.crash_check(), lost=0),
     Fault("SIGSTOP of two at once", _stop(2), groups=4),
     Fault("SIGSTOP of all but one at once", _stop(0), groups=3),
     Fault("SIGSTOP of the source of a heal", _heal("source", signal.SIGSTOP), groups=3),

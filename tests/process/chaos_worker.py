@@ -4,8 +4,8 @@ Its model is small, and its gradients depend on the step and the group only, so 
 the weights from the participants of each step.
 
 Commands: {"do": "join", "lighthouse": ADDRESS} makes the Manager and trains; {"do": "strike", "phase": NAME,
-"signal": NUMBER} sends itself the signal when it next reaches the phase; {"do": "finish", "step": N} ends
-after step N.
+"signal": NUMBER} sends itself the signal when it next reaches the phase, with "step" that of this step;
+{"do": "work", "slower": FACTOR} computes longer from now on; {"do": "finish", "step": N} ends after step N.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class Worker:
         # PyTorch's own groups keep pending operations until they time out.
         self.leaks = Leaks(threads if args.kind == "native" else left_over)
         self.armed: dict[str, Any] | None = None
+        self.slower = 1.0
         self.last_step: int | None = None
         emit("imported", pid=os.getpid())
 
@@ -191,6 +192,8 @@ class Worker:
         armed = self.armed
         if armed is None or armed["phase"] != phase:
             return
+        if armed.get("step", self.manager.current_step()) != self.manager.current_step():
+            return
         self.armed = None
         emit("striking", phase=phase, at=time.monotonic(), step=self.manager.current_step())
         os.kill(os.getpid(), armed["signal"])
@@ -199,6 +202,8 @@ class Worker:
         while (command := self.commands.poll()) is not None:
             if command["do"] == "finish":
                 self.last_step = command["step"]
+            elif command["do"] == "work":
+                self.slower = command["slower"]
             else:
                 self.armed = command
                 emit("armed")
@@ -207,11 +212,13 @@ class Worker:
         manager = self.manager
         while self.last_step is None or manager.current_step() < self.last_step:
             self.hear()
+            if manager.draining():
+                return self.shut_down()
             self.strike("before the quorum")
             began = time.monotonic()
             manager.start_quorum()
             self.strike("in the quorum")
-            time.sleep(self.compute_s)
+            time.sleep(self.compute_s * self.slower)
             manager.wait_quorum()
             step, contributes = manager.current_step(), manager.is_participating()
             plan = manager._current.plan
@@ -255,11 +262,7 @@ class Worker:
         grown = self.leaks.grown(ENDS_S)
         digest = hashlib.sha256(self.ballast.cpu().numpy()).hexdigest()
         emit("finished", ballast=digest, grown=grown, compared=self.leaks.compared)
-        manager.shutdown(finished=True)
-        if self.kind == "native":
-            dist.destroy_process_group()
-        else:
-            self.pg.shutdown()
+        self.shut_down(finished=True)
         gc.collect()  # an exception keeps its frames alive, and with them the error
         # PyTorch's groups are destroyed on separate threads. And its store looks for a killed peer until its
         # own timeout of some seconds, on a thread that a step has abandoned. A thread that closes the sockets
@@ -270,6 +273,13 @@ class Worker:
         ) and time.monotonic() < deadline:
             time.sleep(0.01)
         emit("ended", kind=self.kind, listens=listens(), left=dict(left_over()), holders=holders())
+
+    def shut_down(self, finished: bool = False) -> None:
+        self.manager.shutdown(finished=finished)
+        if self.kind == "native":
+            dist.destroy_process_group()
+        else:
+            self.pg.shutdown()
 
 
 def listens() -> list[int]:

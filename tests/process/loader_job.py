@@ -26,13 +26,14 @@ PLACES = ("begin", "units", "reduce", "commit", "stepped")
 BETWEEN = ("between",)
 # A random moment of a step and the one after it.
 MOMENT = ("moment",)
-# Two more places, at which a rank does not kill itself: its dataset raises, or a worker process of its
-# DataLoader is killed. The rank then ends with an error, and its log contains the pattern given here.
+# More places, at which a rank does not kill itself: its dataset raises, a worker process of its DataLoader is
+# killed, or its gradients are wrong. It then ends with an error, and its log contains the pattern given here.
 ERRORS = {
     "dataset": r"ReadFailed: unit \d+ of batch \d+ of epoch \d could not be read: OSError: the disk",
     # PyTorch's message about the killed worker process, or the error when the rank reads that process's data.
     "worker": r"DataLoader worker \(pid\(?s?\)? \d+\) (is killed|exited)"
     r"|ReadFailed: unit .* could not be read: Conn",
+    "corrupt": r"CorruptedGradient: step \d+, .* is not that of most groups",
 }
 
 
@@ -69,6 +70,7 @@ class Elastic:
     bf16: bool = False  # whether FSDP2 computes in bfloat16, and reduces in float32
     replays: bool = False  # replay_failed_step
     heal: str = "auto"  # as of the Manager
+    audit: float = 0.0  # as of the Manager
     # The kind of stream that the dataset is, if any: see loader_streams.py. It has about `samples` samples
     # then, and the groups have different numbers of worker processes.
     stream: str = ""
@@ -154,6 +156,7 @@ class Elastic:
                 "bf16": int(self.bf16),
                 "device": self.device,
                 "heal": self.heal,
+                "audit": self.audit,
                 "stream": self.stream,
                 "samples": self.samples,
                 # Each group begins with different weights, so that a missing heal changes the result. If

@@ -6,7 +6,8 @@ weights can be distinguished from those of lost steps, and of steps committed on
 failed.
 
 Commands: {"until": STEP} trains up to a step, or with {"fail_at": STEP, "place": PLACE} until it kills itself
-there ("moment": at a random time from there on); {"save": FILE} writes a checkpoint.
+there ("moment": at a random time from there on; "corrupt": its gradients are wrong from there on); {"save":
+FILE} writes a checkpoint.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ parser.add_argument("--seed", type=int, required=True, help="seed of the first w
 parser.add_argument("--log", required=True, help="file for the samples of each step")
 parser.add_argument("--weights", required=True, help="file for the final weights")
 parser.add_argument("--num_workers", type=int, required=True, help="of the DataLoader")
+parser.add_argument("--audit", type=float, required=True, help="as of the Manager")
 parser.add_argument("--stream", choices=["", *KINDS], default="", help="the dataset is a stream")
 parser.add_argument("--restore", default="", help="file of a checkpoint")
 args = parser.parse_args()
@@ -103,6 +105,15 @@ class Broken(Dataset):
         return self.data[index]
 
 
+def corrupt(gradient: torch.Tensor) -> torch.Tensor:
+    """Flips the last bit of an element, as a broken processor may."""
+    if manager.place != "corrupt":
+        return gradient
+    wrong = gradient.clone()
+    wrong.view(torch.int64)[0] ^= 1
+    return wrong
+
+
 def load(state: dict[str, Any]) -> None:
     model.load_state_dict(state["model"])
     sgd.load_state_dict(state["sgd"])
@@ -114,6 +125,7 @@ def save() -> dict[str, Any]:
 
 
 torch.set_num_threads(1)
+torch.use_deterministic_algorithms(args.audit > 0)
 commands = Commands()
 sharded = args.kind != "ddp"
 reduction = "sum" if args.kind == "fsdp-sum" else "mean"
@@ -124,6 +136,8 @@ if args.device == "late":
     torch.accelerator.set_device_index(int(os.environ["RANK"]))
     from tests.late.group import ProcessGroupLate
 model: Any = make_model(args.seed).to(args.device)
+if args.audit:
+    model[0].bias.register_hook(corrupt)
 weights: dict[str, Any] = {}
 history: list[int] = []  # the quorum of each committed step
 if sharded:
@@ -145,6 +159,7 @@ manager = Mortal(
     connect_timeout=TIMEOUT,
     heartbeat_interval=timedelta(milliseconds=50),
     reproducible_reduction=bool(args.reproducible),
+    audit=args.audit,
     heal=args.heal,
     **where,
 )
@@ -179,6 +194,7 @@ loader = ElasticDataLoader(
     manager,
     stream(args.stream, args.samples) if args.stream else Broken(data),
     shuffle=not args.stream,
+    reproducible_rng=args.audit > 0,
     num_workers=args.num_workers,
     collate_fn=collate if args.stream else None,
     reduction_in_group=reduction,
@@ -235,7 +251,7 @@ while True:
     optimizer.zero_grad()
     indices = counted if step.again else []
     for unit in step:
-        if unit.weight and not unit.repeated:
+        if unit.weight and not unit.repeated and not unit.audit:
             indices += numbers(unit) if args.stream else unit.indices
         if unit.last and not unit.repeated:
             manager.wait_quorum()

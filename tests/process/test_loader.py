@@ -152,6 +152,15 @@ def test_a_group_whose_dataset_fails_ends_and_the_others_continue(tmp_path: Path
     ).run()
 
 
+@pytest.mark.slow  # tests/integration/test_audit.py has groups that are threads
+@pytest.mark.timeout(300)
+def test_a_group_whose_gradients_are_wrong_ends_and_changes_no_bit(tmp_path: Path) -> None:
+    parts = [Part(3, 1), Part(4, 1), Part(3)]
+    job = Elastic(tmp_path, parts, samples=71, reproducible=True, audit=1.0, places=("corrupt",))
+    job.run()
+    assert job.killed == 2
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @has_hsdp

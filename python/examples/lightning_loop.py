@@ -1,43 +1,38 @@
-"""Lightning with torchft: manual optimization on one device. Each item that Lightning reads is a step of the
-job.
-"""
+"""Lightning with torchft: a strategy, and the samples of a step. All else is Lightning's."""
 
 import lightning  # pyrefly: ignore[missing-import]
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-import torchft
+from torchft.lightning import TorchftStrategy
 
-torch.manual_seed(0)  # the same dataset in all groups
-job = torchft.Job(device="cpu")
-net = torch.nn.Linear(8, 2)
-model, optimizer = job.prepare(net, torch.optim.Adam(net.parameters()))
-data = job.loader(TensorDataset(torch.rand(1000, 8)), global_batch_size=10, micro_batch_size=5)
+torch.manual_seed(0)  # the same weights and data in all groups
 
 
 class Module(lightning.LightningModule):
-    automatic_optimization = False
-
     def __init__(self):
         super().__init__()
-        self.net = net
+        self.net = torch.nn.Linear(8, 2)
 
-    def training_step(self, dataloader_iter):  # with this name of the argument, Lightning reads no step ahead
-        step, _, _ = next(dataloader_iter)
-        for (x,) in step:
-            step.backward(model(x).sum())
-        if step.commit():
-            self.log("loss", step.loss, batch_size=10)
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).sum()
+        self.log("loss", loss)
+        return loss
 
     def configure_optimizers(self):
-        return optimizer.optim  # for Lightning's checkpoints
+        return torch.optim.Adam(self.parameters())
 
 
-options = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, **options)
+data = DataLoader(TensorDataset(torch.rand(1000, 8)), batch_size=5, shuffle=True)
+strategy = TorchftStrategy(global_batch_size=10)
+trainer = lightning.Trainer(
+    accelerator="cpu",
+    devices=1,  # of a process; further ones are further groups
+    strategy=strategy,
+    max_epochs=1,
+    logger=False,
+    enable_checkpointing=False,  # TorchftStrategy(checkpoint_dir=...) saves what a job resumes from
+    enable_progress_bar=False,
+    enable_model_summary=False,
+)
 trainer.fit(Module(), data)

@@ -18,9 +18,9 @@ else:
     import tomli as tomllib
 
 PAGE = (ROOT / "docs" / "together.md").read_text()
-TESTS: dict[str, dict[str, dict[str, list[str]]]] = tomllib.loads(
-    (ROOT / "tests" / "docs" / "together.toml").read_text()
-)
+CELLS = tomllib.loads((ROOT / "tests" / "docs" / "together.toml").read_text())
+PROJECTS: dict[str, list[str]] = CELLS.pop("projects")
+TESTS: dict[str, dict[str, dict[str, list[str]]]] = CELLS
 Cells = dict[tuple[str, str], str]
 
 
@@ -38,6 +38,10 @@ def models() -> Cells:
 
 def pairs() -> Cells:
     return {(one, other): effect for one, other, effect in rows(PAGE.split("\n## ")[2])[1:]}
+
+
+def projects() -> dict[str, tuple[str, str]]:
+    return {part: (works, why) for part, works, why in rows(PAGE.split("\n## ")[3])[1:]}
 
 
 def why_no_evidence(source: str, name: str) -> str:
@@ -65,6 +69,8 @@ def _always_skips(mark: ast.expr) -> bool:
 
 
 def references() -> Iterator[str]:
+    for tests in PROJECTS.values():
+        yield from tests
     for table in TESTS.values():
         for row in table.values():
             for tests in row.values():
@@ -100,6 +106,13 @@ def test_each_cell_has_a_text_and_a_test(table: str, cells: Cells) -> None:
     assert [place for place, tests in tested.items() if not tests] == []
 
 
+def test_each_part_works_and_has_a_test_or_does_not_and_has_a_reason() -> None:
+    found = projects()
+    assert [part for part, (works, why) in found.items() if works not in ("yes", "no") or not why] == []
+    tested = {part for part, tests in PROJECTS.items() if tests}
+    assert {part for part, (works, _) in found.items() if works == "yes"} <= tested <= found.keys()
+
+
 def test_each_test_exists_and_runs() -> None:
     wrong: dict[str, str] = {}
     for reference in references():
@@ -112,7 +125,7 @@ def test_each_test_exists_and_runs() -> None:
 
 
 def test_the_page_is_short() -> None:
-    assert len(PAGE.split()) <= 350
+    assert len(PAGE.split()) <= 650
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +13,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import Work
+from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, TensorDataset
 
 import torchft
 from tests.integration.cluster import Cluster, Gate, Rank, results
-from torchft._job.parameters import average_in_group, reduce_plain
+from torchft._job.parameters import average_in_group, check_scaler, is_stage, reduce_plain
 from torchft._security import RUN_ENV
 from torchft.data.position import DataPlan, DataPosition
 from torchft.job import JobStep
@@ -139,6 +142,74 @@ def test_a_group_that_fails_and_returns_changes_no_weight(heal: str, replay: boo
     for each in ended:
         torch.testing.assert_close(each, weights, rtol=1e-9, atol=1e-12)
     assert [max(loop.losses[step]) for step in range(STEPS)] == pytest.approx(losses, rel=1e-9)
+
+
+@pytest.mark.parametrize("feature", ["activation checkpointing", "autocast"])
+def test_features_of_pytorch_survive_a_failure(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    returned = Gate()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = copy.deepcopy(_MODEL)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            if feature == "autocast":  # which leaves float64 alone
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    made = self.layers(x.float())
+                assert made.dtype == torch.bfloat16
+                return made.double()
+            return checkpoint(self.layers, x, use_reentrant=False)
+
+    def crash(rank: Rank) -> bool:
+        rank.crash()
+        returned.open()
+        return True
+
+    def wait(rank: Rank) -> bool:
+        rank.cluster.wait_for_another()
+        return False
+
+    def net_of(made: nn.Module) -> Callable[[], Any]:
+        def of() -> Any:
+            net = copy.deepcopy(made)
+            adam = torch.optim.Adam(net.parameters(), lr=0.05)
+            return net, adam, torch.optim.lr_scheduler.StepLR(adam, 2, 0.5)
+
+        return of
+
+    monkeypatch.setattr(
+        sys.modules[__name__], "parts", net_of(Model().float() if feature == "autocast" else Model())
+    )
+    loop = Loop(start_with=2, events={(1, 2): crash, (0, 5): wait})
+    with Cluster(min_replicas=1) as cluster:
+        groups = [cluster.start(loop, group) for group in range(2)]
+        cluster.wait(returned)
+        loop.start_with = 1
+        ended = results(groups[0], cluster.start(loop, 1))
+    weights, _ = one_process()
+    exact = feature != "autocast"  # the gradients of micro-batches are rounded before they are added
+    for each in ended:
+        torch.testing.assert_close(each, weights, rtol=1e-9 if exact else 0.1, atol=1e-12 if exact else 0.05)
+    assert torch.equal(*ended)
+
+
+def test_what_a_group_of_several_ranks_cannot_reduce_is_refused() -> None:
+    class Sharded(nn.Linear):
+        pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchft._job.parameters.FSDPModule", Sharded)
+        with pytest.raises(ValueError, match="sees the infinities of its own shard only"):
+            check_scaler(torch.amp.GradScaler("cpu"), [nn.Sequential(), Sharded(1, 1)], 2)
+        check_scaler(torch.amp.GradScaler("cpu"), [Sharded(1, 1)], 1)
+        check_scaler(None, [Sharded(1, 1)], 2)
+        stage = PipelineStage.__new__(PipelineStage)
+        stage.submod = nn.Sequential(Sharded(1, 1))
+        with pytest.raises(ValueError, match="in each call of the schedule"):
+            is_stage(stage)
+        stage.submod = nn.Sequential(nn.Linear(1, 1))
+        assert is_stage(stage)
 
 
 def crash(rank: Rank) -> bool:

@@ -48,9 +48,10 @@ def one_process() -> tuple[list[float], list[float]]:
     [
         ("pipeline_script.py", ""),
         *(("ranks_script.py", kind) for kind in ("ddp", "reproducible", "fsdp")),
+        *(pytest.param("ranks_script.py", kind, marks=pytest.mark.slow) for kind in ("compiled", "tensor")),
     ],
 )
-def test_ranks_of_a_group_are_stages_of_a_pipeline_or_read_different_data(
+def test_ranks_of_a_group_are_stages_have_parts_or_read_different_data(
     script: str, kind: str, tmp_path: Path
 ) -> None:
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=100)

@@ -62,6 +62,13 @@ def test_the_scripts_without_torchft_train(plain: str, tmp_path: Path) -> None:
     assert all(json.loads(found) == [[pytest.approx(1, abs=0.1)] * 2] for found in weights)
 
 
+# How a script names the number of committed steps, by what it calls.
+ENDS = {
+    "torchft.Job(": "job.step",
+    "TorchftStrategy(": "trainer.global_step",
+    "TorchftTrainer(": "trainer.state.global_step",
+    "": "manager.current_step()",
+}
 SCRIPTS = [ROOT / "python" / "examples" / name for name in ("huggingface_loop.py", "lightning_loop.py")]
 # The first example has FSDP2. The others are slow, for example those of Lightning and Transformers; a
 # script in upstream's style is in test_script_unchanged.py.
@@ -83,7 +90,7 @@ def test_the_example_trains_in_two_groups_and_ends(example: str, tmp_path: Path)
         if re.search(rf"^(from|import) {p}\b", example, re.M)
     ]
     script = tmp_path / "example.py"
-    ends = "job.step" if "torchft.Job(" in example else "manager.current_step()"
+    ends = next(step for begin, step in ENDS.items() if begin in example)
     script.write_text(f"{example}\nprint('ended at step', {ends})\n")
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=100)
     # As under torchrun, for a group of one rank.

@@ -2,7 +2,7 @@
 
 In the list, names of a module are indented by two, names of a class by four. Further arguments may follow
 those of the list if they have defaults. Modules that need another package have separate tests
-(test_torchx.py, test_torchcomms.py).
+(test_torchx.py, test_torchcomms.py, test_lightning.py, test_huggingface.py).
 """
 
 from __future__ import annotations

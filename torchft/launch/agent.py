@@ -16,6 +16,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 from torch.distributed import run
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api as ranks
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -97,6 +99,19 @@ class HostRendezvous(RendezvousHandler):
         return True
 
 
+def _restart_no_stopped_rank() -> None:
+    """Lets torchrun end in place of a restart if a rank has ended with STOPPED_STATUS: so would the next."""
+    monitor = LocalElasticAgent._monitor_workers
+
+    def look(self: LocalElasticAgent, worker_group: WorkerGroup) -> RunResult:
+        result = monitor(self, worker_group)
+        if any(failure.exitcode == STOPPED_STATUS for failure in result.failures.values()):
+            self._remaining_restarts = 0
+        return result
+
+    LocalElasticAgent._monitor_workers = look
+
+
 def main() -> None:
     """Runs torchrun's main. SystemExit: a rank has failed; its code is that of the first one, or
     STOPPED_STATUS if one of them ended with that, and as a shell has it for a signal.
@@ -120,4 +135,5 @@ if __name__ == "__main__":
     # any more, and at SIGTERM they would drain: one after another, each when its neighbour's connection ends.
     # A SIGTERM or SIGINT of torchrun itself is passed on as it is.
     ranks._get_default_signal = lambda: signal.SIGKILL
+    _restart_no_stopped_rank()
     main()

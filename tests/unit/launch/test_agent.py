@@ -85,6 +85,15 @@ def test_a_failed_rank_ends_the_others_by_sigkill_and_torchrun_drains_on_sigterm
         kill_tree(agent)
 
 
+def test_a_rank_that_stops_for_good_is_not_started_again(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    options = ["--rdzv_backend", BACKEND, "--rdzv_endpoint", "localhost", "--nproc_per_node", "1"]
+    script = ["--no-python", "sh", "-c", f"echo x >> {starts}; exit 65"]
+    command = [sys.executable, "-m", "torchft.launch.agent", *options, "--max_restarts", "3", *script]
+    assert subprocess.run(command, timeout=240, capture_output=True).returncode == 65
+    assert starts.read_text() == "x\n"
+
+
 def wait_for(agent: subprocess.Popen[bytes], *files: Path) -> None:
     deadline = time.monotonic() + 240
     while not all(file.exists() and file.read_text() for file in files):

@@ -28,6 +28,9 @@ PARTS ?=
 # What `make chaos` does: see its --help.
 CHAOS ?=
 
+# Where `make test-kube` has its control plane: 375 MiB, built in some ten minutes of a processor.
+KUBE_BINARIES ?= build/kube
+
 VENV := .venv
 PY := $(VENV)/bin/python
 UV := $(shell command -v uv 2>/dev/null)
@@ -110,6 +113,10 @@ test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need CUDA devices, and 
 
 test-slurm: $(VENV)/with-test $(LIBRARY) ## the tests on a Slurm of their own, in network namespaces: root, slurm-wlm and munge; twenty minutes
 	RERUNS=0 $(PY) -m pytest -m slurm tests/slurm --durations 0
+
+test-kube: $(VENV)/with-test $(LIBRARY) ## the tests on Kubernetes, which the first run builds, in ten minutes of a processor: root; twenty minutes
+	sh tests/kube/cluster/build $(KUBE_BINARIES)
+	RERUNS=0 KUBE_BINARIES=$(KUBE_BINARIES) $(PY) -m pytest -m kube -s tests/kube --durations 0
 
 gpu-figures: $(VENV)/with-test $(LIBRARY) ## all that is measured on a GPU within eight minutes, or PARTS="tests gap", in gpu-figures.md
 	$(PY) python/bench/gpu_figures.py $(PARTS)

@@ -4,9 +4,10 @@
   There is no second run after a timeout, because a wait that nothing ends is a bug, and none with RERUNS=0.
   The first failure is recorded in build/test/flaky.jsonl, one JSON object per line. If more than one test
   needs a second run, the run fails.
-- Tests that need CUDA devices, network namespaces or Slurm are deselected on hosts without them, and one line
-  reports that. With CI=true any other skip fails the run, because everything that can be installed is
-  installed there. A run in which all tests were deselected passes; the line shows what was not tested.
+- Tests that need CUDA devices, network namespaces, Slurm or Kubernetes are deselected on hosts without them,
+  and one line reports that. With CI=true any other skip fails the run, because everything that can be
+  installed is installed there. A run in which all tests were deselected passes; the line shows what was not
+  tested.
 """
 
 from __future__ import annotations
@@ -86,12 +87,19 @@ def _no_slurm() -> str | None:
     return missing()
 
 
+def _no_control_plane() -> str | None:
+    from plane import missing
+
+    return missing()
+
+
 # A mark, what its tests need, and a function that returns why that is missing; None if it is not.
 NEEDS: dict[str, tuple[str, Callable[[], str | None]]] = {
     "device": ("a CUDA device", functools.cache(_no_device)),
     "no_device": ("a host without an accelerator", functools.cache(_device)),
     "hosts": ("network namespaces", functools.cache(_no_hosts)),
     "slurm": ("Slurm", functools.cache(_no_slurm)),
+    "kube": ("a control plane of Kubernetes", functools.cache(_no_control_plane)),
 }
 
 

@@ -12,7 +12,7 @@ from machines import Cluster, Machine, wait_for
 
 SCRIPTS = Path(__file__).parents[2] / "python" / "examples" / "slurm"
 STEPS = str(Path(__file__).with_name("steps.py"))
-RANK = "^/[^ ]*python[^ ]* /[^ ]*/torchft exec"  # the command line of a rank
+RANK = r"^[^ ]*python[^ ]* -u [^ ]*(steps|train_ddp)\.py"  # the command line of a rank
 # PyTorch's start on a machine whose processors are all busy.
 START_S = 600.0
 
@@ -115,5 +115,4 @@ class Job:
 
     def close(self) -> None:
         if self._submitted:
-            self.cluster.slurm("scancel", "--signal=KILL", "--full", *self._submitted)
             self.cluster.slurm("scancel", *self._submitted)

@@ -50,6 +50,7 @@ JobCompType=jobcomp/none
 SlurmdParameters=config_overrides
 SlurmdTimeout=15
 ReturnToService=2
+MinJobAge=3600
 GresTypes=gpu
 NodeName=node[1-{nodes}] CPUs={cpus} RealMemory=1024 Gres=gpu:2 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES DefMemPerCPU=1 MaxTime=60 State=UP

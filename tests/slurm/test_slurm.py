@@ -122,7 +122,7 @@ def test_jobs_of_one_user_do_not_meet(new_job: Callable[[], Job]) -> None:
 def test_a_script_that_fails_behind_its_loop_fails_its_element(job: Job) -> None:
     """As `torchft run` shows it: the group comes back late in its second start."""
     job.start_lighthouse()
-    job.start_groups("0-1", STEPS, "40", "_1")
+    job.start_groups("0-1", STEPS, "40", "1")
     job.wait_for_state(job.groups[0], "COMPLETED")
     took = job.wait_for_state(job.groups[1], "FAILED")
     job.seconds("until the element has failed", took)
@@ -137,9 +137,9 @@ def test_a_regression_is_an_event(job: Job) -> None:
     """All groups end, with nothing left of their state."""
     job.start_lighthouse()
     for _ in range(2):
-        job.start_groups("0", STEPS, ENDLESS, TORCHFT_SNAPSHOTS="0")
+        job.start_groups("0", STEPS, ENDLESS, TORCHFT_SNAPSHOTS="0", MAX_RESTARTS="0", MAX_REQUEUES="0")
         job.wait_for_steps(0)
-        job.cluster.slurm("scancel", "--signal=KILL", "--full", job.groups[0])
+        job.node(job.groups[0]).kill(RANK)
         job.wait_for_state(job.groups[0], "FAILED")
     (event,) = (event for event in job.events() if event["kind"] == "regressed")
     assert "goes on from step 0" in job.torchft("events") and event["step"] == 0
@@ -151,7 +151,7 @@ def test_a_group_of_two_nodes_with_two_gpus_each(job: Job) -> None:
     job.start_groups("0", STEPS, "20", options=options)
     took = job.wait_for_state(job.groups[0], "COMPLETED")
     job.seconds("until 20 steps of 4 ranks on 2 nodes are complete", took)
-    ranks = {int(rank) for rank in re.findall(r"rank (\d) completed", job.output(0))}
+    ranks = {int(rank) for rank in re.findall(r"rank (\d) ended", job.output(0))}
     assert ranks == {0, 1, 2, 3}
 
 

@@ -77,9 +77,9 @@ func Join(
 	}
 	first.of = len(list)
 	m := &Member{
-		addresses: addresses, with: with, clients: map[string]*Client{first.addr: first}, replicaID: replicaID,
-		opening: make(chan struct{}, 1),
-		choice:  choice{list: list, at: first.addr}, unary: map[string]bool{},
+		addresses: addresses, with: with, replicaID: replicaID, opening: make(chan struct{}, 1),
+		choice: choice{list: list, at: first.addr}, unary: map[string]bool{},
+		clients: map[string]*Client{first.addr: first},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	m.notices, _ = m.broadcast.Listen()

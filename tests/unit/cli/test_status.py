@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,6 +67,25 @@ def test_no_group_and_then_two_groups(
     )
     assert main(["events", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["joined"] == ["left", "right\x1b[2J"]
+
+
+def test_the_file_of_the_address_is_read_for_each_request(
+    tmp_path: Path, lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lighthouse"
+    assert main(["status", "--lighthouse", str(file)]) == 1
+    assert f"TORCHFT_LIGHTHOUSE={file}: No such file or directory" in capsys.readouterr().err
+    file.write_text("http://127.0.0.1:1\n")
+    moves = _lighthouse_http.HttpLighthouse(str(file))
+    file.write_text(f"{lighthouse.address()}\n")
+    assert moves.get("/status")["members"] == []
+
+
+def test_a_regression_is_shown() -> None:
+    shown = words(
+        {"time": "2026-11-30T12:00:00Z", "kind": "regressed", "step": 0, "reason": "begins at step 0"}
+    )
+    assert shown.endswith("regressed begins at step 0")
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need CUDA devices, and 
 	$(PY) -m tests.gpu.run
 
 test-slurm: $(VENV)/with-test $(LIBRARY) ## the tests on a Slurm of their own, in network namespaces: root, slurm-wlm and munge; twenty minutes
-	RERUNS=0 $(PY) -m pytest -m slurm tests/slurm --durations 0
+	RERUNS=0 $(PY) -m pytest -m slurm -s tests/slurm --durations 0
 
 test-kube: $(VENV)/with-test $(LIBRARY) ## the tests on Kubernetes, which the first run builds, in ten minutes of a processor: root; twenty minutes
 	sh tests/kube/cluster/build $(KUBE_BINARIES)

@@ -89,6 +89,7 @@ class Ready:
         for pid, connection in given.pop("children", []):
             self._children[os.pidfd_open(pid)] = pid, socket.socket(fileno=connection)
         self._killed: set[int] = set()  # those of them for which no process stands any more
+        self._waiting: list[socket.socket] = []  # accepted since the files were looked at
         # Starts write here what they import.
         self._news, self._tell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._environment = dict(os.environ)
@@ -199,14 +200,15 @@ class Ready:
             for child, (_, connection) in self._children.items():
                 if child not in self._killed:
                     poll.register(connection, select.POLLIN)
-            found = {descriptor for descriptor, _ in poll.poll(1000 * _SETTLED_SEC if new else None)}
-            if new and not found:
+            timeout = 0 if self._waiting else 1000 * _SETTLED_SEC if new else None
+            found = {descriptor for descriptor, _ in poll.poll(timeout)}
+            if new and not found and not self._waiting:
                 new = not self._import(self._names, asked=self._is_asked)
             if self._news in found:
                 new = self._hear() or new
             self.look()
-            if self._listener.fileno() in found:
-                connection, _ = self._listener.accept()
+            if self._waiting or self._listener.fileno() in found:
+                connection = self._next()
                 request, descriptors = self._take(connection)
                 if request is None:
                     continue
@@ -219,6 +221,15 @@ class Ready:
 
     def _is_asked(self) -> bool:
         return self._protocol.readable(self._listener.fileno(), 0)
+
+    def _next(self) -> socket.socket:
+        """The connection of the next request. The files, thousands, are looked at once for all that wait."""
+        if not self._waiting:
+            while self._is_asked():
+                self._waiting.append(self._listener.accept()[0])
+            if any(state_of(path) != state for path, state in self._files.items()):
+                self._remake()  # those that wait ask again
+        return self._waiting.pop(0)
 
     def look(self) -> None:
         """Ends with the owner, and tells how children have ended; also while it imports, for seconds."""
@@ -239,6 +250,8 @@ class Ready:
         os.close(self._news)
         for descriptor, (_, connection) in self._children.items():
             os.close(descriptor)
+            connection.close()
+        for connection in self._waiting:
             connection.close()
         return self._tell
 
@@ -280,8 +293,6 @@ class Ready:
             self._protocol._check_peer(connection)
             request = self._protocol.receive(connection, descriptors)
             connection.settimeout(None)
-            if any(state_of(path) != state for path, state in self._files.items()):
-                self._remake()
             if not (why := self._difference(request)):
                 return request, descriptors
             self._protocol.send(connection, {"refused": why, "said": why in self._said})

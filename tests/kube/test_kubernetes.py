@@ -4,13 +4,15 @@ removed, come back late, and stop. `make test-kube` builds the control plane, an
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
-from plane import ROOT, Plane
-from training import GROUPS, INDEX, LIGHTHOUSES, Training, now
+from plane import ROOT, Plane, wait_for
+from training import GROUPS, HEAL_SEC, INDEX, LIGHTHOUSES, START_SEC, Training, now
 
 from tests.promises import within
 
@@ -204,3 +206,38 @@ def test_pods_of_a_stopped_training_end_at_their_start(plane: Plane, train: Trai
     last = max(commit["time"] for commit in job.commits())
     job.until("a third life", lambda: len(ended()) >= 6)
     assert max(commit["time"] for commit in job.commits()) == last
+
+
+def test_the_page_leads_to_a_healed_group(plane: Plane) -> None:
+    """The first commands of docs/kubernetes.md, as they are, but those that need a node's server."""
+    begin, namespace = now(), ["--namespace", "training"]
+    (block, *_) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "kubernetes.md").read_text(), re.DOTALL)
+    commands = [
+        command for command in block.splitlines() if not re.match("kubectl (logs|port-forward)", command)
+    ]
+    assert len(commands) == 3
+
+    def training(but: str = "") -> list[dict]:
+        """The pods that have made steps in three groups."""
+        pods = plane.get("pods", *namespace, "-l", GROUPS).get("items", [])
+        pods = [pod for pod in pods if pod["metadata"]["name"] != but]
+        return [pod for pod in pods if "nodeName" in pod["spec"] and " groups 3" in plane.log(pod)]
+
+    def shown() -> str:
+        return plane.kubectl("get", "pods", *namespace, "-o", "wide") + str(list(map(plane.log, training())))
+
+    try:
+        for command in commands:
+            plane.kubectl(*shlex.split(command)[1:])
+        wait_for("three groups", lambda: len(training()) == 3, START_SEC, shown)
+        print(f"three groups train {now() - begin:.1f} s after the first command of the page")
+        killed, first = now(), training()[0]["metadata"]["name"]
+        plane.kubectl("delete", "pod", *namespace, first, "--wait=false")
+        wait_for("healed group", lambda: len(training(but=first)) == 3, HEAL_SEC, shown)
+        print(
+            f"a deleted group has healed {now() - killed:.1f} s later, {now() - begin:.1f} s after the first"
+        )
+    finally:
+        plane.kubectl("delete", "job,statefulset", "--all", *namespace, "--wait=false")
+        plane.kubectl("delete", "pods", "--all", *namespace, "--force", "--grace-period=0", "--wait=false")
+        plane.kubectl("delete", "namespace", "training", "--wait=false")

@@ -180,6 +180,7 @@ def test_a_name_is_shown_as_text_and_not_markup(browser: Any, lighthouse: Lighth
     assert browser.title == "torchft" and page.complaints() == []
 
 
+@pytest.mark.slow
 def test_the_kill_button_asks_first_and_shows_why_it_was_refused(
     browser: Any, lighthouse: LighthouseServer
 ) -> None:

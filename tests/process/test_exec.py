@@ -529,6 +529,7 @@ def test_a_script_that_sets_what_an_import_reads(tmp_path: Path) -> None:
     assert sets_before_imports(str(script), {}) != ""
 
 
+@pytest.mark.slow  # the tests above start them without torchrun
 @pytest.mark.timeout(240)
 def test_torchrun_restarts_its_workers_by_fork(launcher: Launcher) -> None:
     """It counts restarts as before, and all lives of its ranks have one ready process."""

@@ -53,6 +53,7 @@ def test_a_directory_without_space_or_write_access_is_refused(
     assert reason in refused["error"] and "allowed: a directory with free space" in refused["error"]
 
 
+@pytest.mark.slow  # tests/unit/ftlib/test_shared_storage.py
 def test_a_member_counts_as_failed_while_its_directory_is_full(tmp_path: Path) -> None:
     first, failed, second = events(tmp_path / "shared", MOUNT)
     assert (

@@ -14,6 +14,7 @@ from lighthouses import HERE, cluster
 from processes import Child, ours_path
 
 
+@pytest.mark.slow  # go/cmd/torchft_lighthouse has both
 @pytest.mark.timeout(240)
 def test_a_lighthouse_is_killed_and_restarted_during_a_job(tmp_path: Path) -> None:
     with cluster(tmp_path) as c:

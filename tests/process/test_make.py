@@ -116,12 +116,12 @@ def test_a_long_subject_of_a_commit_is_a_failure(length: int, status: int, tmp_p
     assert ("s" * length in done.stderr) == (status != 0)
 
 
+@pytest.mark.slow  # test_torchft_run.py ends the command with Ctrl-C
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("target", "running"),
     [
-        # slow: make minimal runs the same recipe with another example
-        pytest.param("train", r"^group 0 .* training", marks=pytest.mark.slow, id="train"),
+        pytest.param("train", r"^group 0 .* training", id="train"),
         pytest.param("minimal", r"^group 0 .* starting", id="minimal"),
     ],
 )

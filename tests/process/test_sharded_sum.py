@@ -9,6 +9,7 @@ from processes import HERE, Job, free_port, ours_path
 from torch.distributed.fsdp import FSDPModule
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="refused in this PyTorch")
 def test_each_way_of_sharding_has_the_bits_of_the_whole_model() -> None:
     env = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}

@@ -276,7 +276,7 @@ def test_required_output_of_a_run(
     )
 
 
-@pytest.mark.slow  # test_make.py ends make minimal with Ctrl-C
+@pytest.mark.slow  # test_torchft_run.py ends the command with Ctrl-C
 @pytest.mark.timeout(240)
 def test_ctrl_c_ends_the_demo_and_every_process_it_started(
     environment: dict[str, str], tmp_path: Path

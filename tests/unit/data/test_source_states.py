@@ -138,7 +138,7 @@ def make(data: Any, **settings: Any) -> ElasticDataLoader:
     ("length", "workers"),
     [
         (71, 0),
-        (25, 1),
+        pytest.param(25, 1, marks=pytest.mark.slow),
         pytest.param(60, 0, marks=pytest.mark.slow),
         pytest.param(72, 0, marks=pytest.mark.slow),
     ],
@@ -170,7 +170,7 @@ def test_a_reader_takes_over_the_state_of_another(kind: Any, length: int, worker
     assert samples == sorted(2 * expected)
 
 
-@pytest.mark.parametrize("kind", [Numbers, Resuming])
+@pytest.mark.parametrize("kind", [pytest.param(Numbers, marks=pytest.mark.slow), Resuming])
 def test_torchdatas_own_worker_processes_read(kind: Any) -> None:
     """Two of them give samples in turns; the state is one for both."""
     found, state = [], None

@@ -34,6 +34,7 @@ from torchft.process_group.isolated import server as server_module
 from torchft.process_group.isolated import standby
 
 
+@pytest.mark.slow
 def test_reconfigurations_leak_nothing(store: TCPStore) -> None:
     group = ProcessGroupBabyGloo(TIMEOUT)
 

@@ -241,9 +241,18 @@ def refused(value: Any, schema: Manifest, at: str) -> Iterator[str]:
         yield f"{at}: {value!r} is none of {schema['enum']}"
 
 
+CUSTOM = ("jobsets.yaml", "trainingruntimes.yaml", "trainjobs.yaml", "podmonitors.yaml", "rules.yaml")
+# Modules and their folders with definitions of custom resources.
+JOBSET = ("sigs.k8s.io/jobset@v0.10.1", "config/components/crd/bases")
+TRAINER = ("github.com/kubeflow/trainer/v2@v2.0.0", "manifests/base/crds")
+PROMETHEUS = (
+    "github.com/prometheus-operator/prometheus-operator@v0.85.0",
+    "example/prometheus-operator-crd",
+)
+
+
 @cache
-def schemas(module: str, folder: str) -> dict[str, Manifest]:
-    """The schemas of the custom resources in a folder of a Go module, by kind."""
+def definitions(module: str, folder: str) -> list[Path]:
     go = os.environ.get("GO") or shutil.which("go")
     if go is None:
         pytest.skip("the definitions of custom resources come with Go")
@@ -251,21 +260,18 @@ def schemas(module: str, folder: str) -> dict[str, Manifest]:
     done = subprocess.run(command, cwd=REPOSITORY / "go", capture_output=True, text=True, timeout=120)
     if done.returncode:
         pytest.skip(f"the definitions of custom resources are not there: {done.stdout}")
+    files = (Path(json.loads(done.stdout)["Dir"]) / folder).glob("*_*.yaml")
+    return sorted(file for file in files if file.name.endswith(CUSTOM))
+
+
+@cache
+def schemas(module: str, folder: str) -> dict[str, Manifest]:
+    """The schemas of custom resources, by kind."""
     kinds = {}
-    for file in (Path(json.loads(done.stdout)["Dir"]) / folder).glob("*_*.yaml"):
-        for definition in parsed(file.read_text()) if file.name.endswith(CUSTOM) else ():
-            (version,) = (one for one in definition["spec"]["versions"] if one["served"])
-            kinds[definition["spec"]["names"]["kind"]] = version["schema"]["openAPIV3Schema"]
+    for definition in (one for file in definitions(module, folder) for one in parsed(file.read_text())):
+        (version,) = (one for one in definition["spec"]["versions"] if one["served"])
+        kinds[definition["spec"]["names"]["kind"]] = version["schema"]["openAPIV3Schema"]
     return kinds
-
-
-CUSTOM = ("jobsets.yaml", "trainingruntimes.yaml", "trainjobs.yaml", "podmonitors.yaml", "rules.yaml")
-JOBSET = ("sigs.k8s.io/jobset@v0.10.1", "config/components/crd/bases")
-TRAINER = ("github.com/kubeflow/trainer/v2@v2.0.0", "manifests/base/crds")
-PROMETHEUS = (
-    "github.com/prometheus-operator/prometheus-operator@v0.85.0",
-    "example/prometheus-operator-crd",
-)
 
 
 def test_custom_resources_fit_their_definitions() -> None:
@@ -318,6 +324,7 @@ def test_each_pod_is_a_group_or_a_node_of_one(overlay: str) -> None:
     if "PET_NNODES" in values:
         number = "${REPLICA_GROUP_ID:-$((JOB_COMPLETION_INDEX / PET_NNODES))}"
         start = f"export REPLICA_GROUP_ID={number}; {agent}"
+        assert values["TORCHFT_LEAVE_ON"] == ""  # if its peers left, their pods would complete
         start += "--rdzv_backend torchft --rdzv_endpoint $TORCHFT_LIGHTHOUSE --rdzv_id "
     assert text.startswith(start)
     check(text.rpartition("exec ")[2])
@@ -330,7 +337,7 @@ def test_the_script_of_a_pod_leaves_on_the_signal_of_its_termination() -> None:
     ((text,),) = (container["args"] for container in job["spec"]["template"]["spec"]["containers"])
     (script,) = re.findall(r"[\w/]+\.py", text)
     assert "torchft.Job(" in (REPOSITORY / script).read_text()
-    assert "leave_on(signal.SIGTERM)" in inspect.getsource(start.connect)
+    assert "leave_on_from_env(signal.SIGTERM)" in inspect.getsource(start.connect)
 
 
 # A mount of the root that nobody can write to, with memory where the manifest has volumes, and a user

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torchft import _forked, process_group
 from torchft._manager.settings import SNAPSHOTS_ENV
+from torchft._manager.signals import leave_on_from_env
 from torchft.manager import Manager
 
 if TYPE_CHECKING:
@@ -77,8 +78,9 @@ def connect(device: torch.device, isolated: bool, **settings: Any) -> Manager:
     group = getattr(process_group, f"ProcessGroup{'Baby' * isolated}{kind}")()
     manager = Manager(group, load_state_dict=None, state_dict=None, **settings)
     atexit.register(_end, weakref.ref(manager))
-    if threading.current_thread() is threading.main_thread():
-        manager.leave_on(signal.SIGTERM)
+    signals = leave_on_from_env(signal.SIGTERM)
+    if signals and threading.current_thread() is threading.main_thread():
+        manager.leave_on(*signals)
     return manager
 
 

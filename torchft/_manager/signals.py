@@ -25,8 +25,8 @@ from typing import Any, Optional
 
 from torchft._manager.settings import duration_from_env
 
-#: Signals on which a group leaves after a step, separated by commas. Default: none; under `torchft run`:
-#: SIGTERM.
+#: Signals on which a group leaves after a step, separated by commas; empty: none. Default: none; of
+#: `torchft.Job` and under `torchft run`: SIGTERM.
 LEAVE_ON_ENV = "TORCHFT_LEAVE_ON"
 #: Seconds from such a signal (TORCHFT_LEAVE_ON) to the end of the process: less than the launcher's, more
 #: than two steps. Default: 25.
@@ -43,11 +43,12 @@ def grace_from_env() -> timedelta:
     return duration_from_env(GRACE_SEC_ENV, _GRACE)
 
 
-def leave_on_from_env() -> tuple[int, ...]:
-    """Returns the signals that drain a group by default, if its script calls ``draining()``. ValueError: one
-    is unknown or cannot be handled, or TORCHFT_GRACE_S is malformed.
+def leave_on_from_env(*default: int) -> tuple[int, ...]:
+    """Returns the signals that drain a group by default, if its script calls ``draining()``; `default`: those
+    without TORCHFT_LEAVE_ON. ValueError: one is unknown or cannot be handled, or TORCHFT_GRACE_S is
+    malformed.
     """
-    text = os.environ.get(LEAVE_ON_ENV, "")
+    text = os.environ.get(LEAVE_ON_ENV, ",".join(signal.Signals(number).name for number in default))
     names = [name.strip() for name in text.split(",") if name.strip()]
     allowed = {known.name: known for known in signal.Signals if known not in (signal.SIGKILL, signal.SIGSTOP)}
     if not allowed.keys() >= set(names):

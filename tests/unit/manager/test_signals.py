@@ -17,7 +17,7 @@ import pytest
 
 from tests.unit.waiting import wait_until
 from torchft._manager import signals as module
-from torchft._manager.signals import SAME_REQUEST_SEC, DrainDeadline, Signals
+from torchft._manager.signals import SAME_REQUEST_SEC, DrainDeadline, Signals, leave_on_from_env
 from torchft._torchft import QuorumResult
 
 Quorum = Callable[..., QuorumResult]
@@ -138,6 +138,14 @@ def test_a_process_of_torchft_run_drains_on_a_signal_if_its_script_calls_drainin
     ended = fixture.manager()
     ended.shutdown()
     assert not ended.draining() and ended._signals not in module._installed
+
+
+def test_an_empty_setting_replaces_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert leave_on_from_env() == () and leave_on_from_env(signal.SIGTERM) == (signal.SIGTERM,)
+    monkeypatch.setenv("TORCHFT_LEAVE_ON", "SIGUSR1")
+    assert leave_on_from_env(signal.SIGTERM) == (USR1,)
+    monkeypatch.setenv("TORCHFT_LEAVE_ON", "")
+    assert leave_on_from_env(signal.SIGTERM) == ()
 
 
 @pytest.mark.parametrize("text", ["SIGKILL", "TERM", "SIGTERM SIGINT", "15"])

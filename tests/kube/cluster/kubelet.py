@@ -228,8 +228,10 @@ class Pod:
         unready = kind == "readinessProbe" and not self._ready
         memory[0] = time.time() + (1 if unready else probe.get("periodSeconds", 10))
         try:
-            url = f"http://{self._address}:{probe['httpGet']['port']}{probe['httpGet']['path']}"
-            with urllib.request.urlopen(url, timeout=probe.get("timeoutSeconds", 1)):
+            get = probe["httpGet"]
+            url = f"{get.get('scheme', 'HTTP').lower()}://{self._address}:{get['port']}{get['path']}"
+            trust = ssl._create_unverified_context()  # as a kubelet
+            with urllib.request.urlopen(url, timeout=probe.get("timeoutSeconds", 1), context=trust):
                 memory[1] = 0
         except OSError as error:
             memory[1] += 1
@@ -293,7 +295,9 @@ class Pod:
         self._node.names.add(self._address, [hostname, *names])
         setup = f"hostname {hostname} && mount --bind {shlex.quote(str(self._node.dir / 'hosts'))} /etc/hosts"
         volumes = self._volumes()
-        for mount in self._container.get("volumeMounts", []):
+        # Last what hides the sources of the others.
+        hides = lambda mount: str(self._dir).startswith(mount["mountPath"])  # noqa: E731
+        for mount in sorted(self._container.get("volumeMounts", []), key=hides):
             if source := volumes.get(mount["name"]):
                 how = "-t tmpfs none" if source == "tmpfs" else f"--bind {shlex.quote(source)}"
                 setup += f" && mkdir -p {mount['mountPath']} && mount {how} {mount['mountPath']}"

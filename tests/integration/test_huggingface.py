@@ -83,6 +83,7 @@ class Script:
     precision: str
     folder: Path
     start_with: int = 1
+    max_steps: int = -1
     # Called before a step, by (group, committed steps); True ends the script as a crash.
     events: dict[tuple[int, int], Callable[[Rank], bool]] = field(default_factory=dict)
     # of each step that the Trainer counts, by group: the step, the epochs, and the learning rate after it
@@ -112,6 +113,7 @@ class Script:
         arguments = TrainingArguments(
             output_dir=str(self.folder / str(rank.group)),
             num_train_epochs=EPOCHS,
+            max_steps=self.max_steps,
             per_device_train_batch_size=UNIT,
             learning_rate=0.01,
             max_grad_norm=0.5,
@@ -179,6 +181,15 @@ def test_a_group_is_killed_and_heals(precision: str, tmp_path: Path) -> None:
         assert each is not None and each[1:] == expected[1:] and each[1] == STEPS
         torch.testing.assert_close(each[0], expected[0], rtol=1e-2, atol=1e-3)
     assert ended[0] is not None and ended[1] is not None and torch.equal(ended[0][0], ended[1][0])
+
+
+def test_groups_end_at_the_same_step(tmp_path: Path) -> None:
+    script = Script("fp32", tmp_path, start_with=2, max_steps=6)
+    with Cluster(min_replicas=2) as cluster:
+        one, other = results(*(cluster.start(script, group) for group in range(2)))
+    assert one is not None and other is not None and torch.equal(one[0], other[0])
+    assert one[1] == other[1] == 6 and script.seen[0] == script.seen[1]
+    assert [seen[1] for seen in script.seen[0]] == [step / 4 for step in range(1, 7)]
 
 
 @pytest.mark.parametrize(

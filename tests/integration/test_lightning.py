@@ -74,6 +74,7 @@ class Script:
 
     precision: str = "32-true"
     start_with: int = 1
+    max_steps: int = -1
     # Called before a step, by (group, committed steps); True ends the script as a crash.
     events: dict[tuple[int, int], Callable[[Rank], bool]] = field(default_factory=dict)
     # of each committed step, by group: the step, the epoch, its batch, and the learning rate after it
@@ -129,7 +130,8 @@ class Script:
             accelerator="cpu",
             devices=1,
             strategy=TorchftStrategy(global_batch_size=BATCH, manager=rank.start_manager()),
-            max_epochs=EPOCHS,
+            max_epochs=EPOCHS if self.max_steps < 0 else None,
+            max_steps=self.max_steps,
             gradient_clip_val=0.5,
             callbacks=[Watch()],
             plugins=MixedPrecision("16-mixed", "cpu", scaler) if half else None,
@@ -186,6 +188,15 @@ def test_a_group_is_killed_and_heals(precision: str) -> None:
         assert each is not None and each[1:] == expected[1:] and each[1:3] == (STEPS, EPOCHS)
         torch.testing.assert_close(each[0], expected[0], rtol=1e-2, atol=1e-3)
     assert ended[0] is not None and ended[1] is not None and torch.equal(ended[0][0], ended[1][0])
+
+
+def test_groups_end_at_the_same_step() -> None:
+    script = Script(start_with=2, max_steps=6)
+    with Cluster(min_replicas=2) as cluster:
+        one, other = results(*(cluster.start(script, group) for group in range(2)))
+    assert one is not None and other is not None and torch.equal(one[0], other[0])
+    assert one[1:] == other[1:] and one[1:3] == (6, 2)  # Lightning counts an epoch that it has begun
+    assert script.seen[0] == script.seen[1]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ _COUNTED = re.compile(
 # stream was open and brought no answer. A kill leaves no stream open, so without stopped processes it is the
 # former.
 _BY_CONNECTION = ("connection", "rank", "unreachable")
-_BY_SILENCE = ("silent", "unreachable", "stalled")
+# A manager server ends the connection of a silent rank ("rank").
+_BY_SILENCE = ("silent", "unreachable", "stalled", "rank")
 
 
 def failures(lighthouse: str) -> Counter[str]:

@@ -106,11 +106,11 @@ class Broken(Dataset):
 
 
 def corrupt(gradient: torch.Tensor) -> torch.Tensor:
-    """Flips the last bit of an element, as a broken processor may."""
+    """Flips a bit of an element of a layer's gradients, as a broken processor may."""
     if manager.place != "corrupt":
         return gradient
-    wrong = gradient.clone()
-    wrong.view(torch.int64)[0] ^= 1
+    wrong = gradient.clone(memory_format=torch.contiguous_format)
+    wrong.view(torch.int64).view(-1)[0] ^= 1 << 40
     return wrong
 
 
@@ -136,8 +136,6 @@ if args.device == "late":
     torch.accelerator.set_device_index(int(os.environ["RANK"]))
     from tests.late.group import ProcessGroupLate
 model: Any = make_model(args.seed).to(args.device)
-if args.audit:
-    model[0].bias.register_hook(corrupt)
 weights: dict[str, Any] = {}
 history: list[int] = []  # the quorum of each committed step
 if sharded:
@@ -181,6 +179,8 @@ if sharded:
             part.set_gradient_divide_factor(1.0)
     # state_dict() is called once, here: see hsdp_worker.py.
     weights = model.state_dict()
+if args.audit:
+    model[0].register_forward_hook(lambda _, __, output: output.register_hook(corrupt) and None)
 # a bucket for each parameter
 wrapped = model if sharded else DistributedDataParallel(manager, model, bucket_cap_mb=2**-20)
 sgd = make_optimizer(model)
@@ -242,6 +242,8 @@ while True:
     began, took = time.monotonic(), time.monotonic() - began
     if place == "begin":
         fail()
+    if place == "corrupt":  # all units of the step, so that the audited one is among them
+        manager.place = place
     if place == "moment" and end is None:
         end = threading.Timer(2 * took * random_.random(), fail)
         end.start()

@@ -164,6 +164,17 @@ def test_a_group_whose_gradients_are_wrong_ends_and_changes_no_bit(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @has_hsdp
+def test_a_rank_whose_gradients_are_wrong_ends_its_group(tmp_path: Path) -> None:
+    """Each rank has the gradients of its own units, before FSDP2 reduces them in the group."""
+    parts = [Part(3, 1), Part(3)]
+    job = Elastic(tmp_path, parts, samples=71, kind="fsdp", ranks=2, audit=1.0, places=("corrupt",))
+    job.run()
+    assert job.killed == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@has_hsdp
 def test_a_divide_factor_of_one_is_a_sum_over_the_ranks(tmp_path: Path) -> None:
     Elastic(tmp_path, [Part(2, 1), Part(2)], samples=35, kind="fsdp-sum", ranks=2, seed=3).run()
 

@@ -107,6 +107,43 @@ def total(model: nn.Module) -> torch.Tensor:
     return model(data()).square().sum()
 
 
+class Sharded(nn.Linear):
+    """As a module of FSDP2: the pass computes with a whole weight, which parameters() does not show."""
+
+    set_requires_gradient_sync = None
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.whole = [nn.Parameter(self.weight.detach().clone())]
+        self._shown = [self.weight]
+        self.register_forward_pre_hook(lambda *_: self._swap(self.whole[0]), prepend=True)
+        self.register_forward_hook(lambda *_: self._swap(self._shown[0]))
+
+    def _swap(self, weight: nn.Parameter) -> None:
+        self._parameters["weight"] = weight
+
+
+def test_gradients_of_whole_parameters_of_fsdp2() -> None:
+    torch.manual_seed(1)
+    sharded = nn.Sequential(nn.Linear(4, 4), Sharded())
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    plain.load_state_dict(sharded.state_dict(), strict=False)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        # as with activation checkpointing, which repeats the pass
+        return sum((model(data()).square().sum() for _ in range(2)), torch.zeros(()))
+
+    expected = measure(plain, loss, discard=False)
+    (whole,) = sharded[1].whole
+    assert measure(sharded, loss, discard=True) == expected
+    assert not whole.grad.any() and not whole._backward_hooks
+    assert measure(sharded, loss, discard=False) == expected
+    assert torch.equal(whole.grad, plain[1].weight.grad)
+    # The gradient of a module that is not called would count.
+    with pytest.raises(ValueError, match="Sharded, a module of FSDP2, was not called"):
+        measure(sharded, lambda model: model[1].forward(model[0](data())).sum(), discard=True)
+
+
 def test_a_group_that_counts_the_unit_and_one_that_does_not_have_the_same_row() -> None:
     counts, other = Twice(), Twice()
     total(counts).backward()  # of another unit, before

@@ -135,13 +135,6 @@ class Audits:
                 f"audit={self._rate:g}: accumulate() did not get all models whose gradients the optimizers "
                 "read: those of a unit that another group counts have to be discarded"
             )
-        for module in (module for model in models for module in model.modules()):
-            if hasattr(module, "set_requires_gradient_sync"):
-                raise ValueError(
-                    f"audit={self._rate:g}: {type(module).__name__} is sharded by FSDP2, whose gradients of "
-                    "one unit are in no rank: give audit=0, or a model in DistributedDataParallel or a plain "
-                    "one"
-                )
         self._checked = models
         return True
 
@@ -176,11 +169,24 @@ class Audits:
         buffers = [(b, b.clone()) for model in models for b in model.buffers()] if discard else []
         exact = _deterministic() and not torch.backends.cudnn.benchmark
         gradients = _Gradients(parameters, discard, exact)
+        places = {id(parameter): place for place, parameter in enumerate(parameters)}
         hooks = [p.register_hook(partial(gradients.take, place)) for place, p in enumerate(parameters)]
         hooks += [model.register_forward_pre_hook(gradients.note_precision) for model in models]
+        # FSDP2 computes with other parameters, of which it reduces the gradients of all units at once.
+        sharded = [each for model in models for each in _sharded(model, places)]
+        hooks += [
+            module.register_forward_pre_hook(partial(gradients.hook, owned, hooks))
+            for module, owned in sharded
+        ]
         try:
             with self.unchanged(models):
                 yield
+            for module, owned in sharded:
+                if owned and id(module) not in gradients.passed:
+                    raise ValueError(
+                        f"audit={self._rate:g}: {type(module).__name__}, a module of FSDP2, was not called "
+                        "in a unit, so gradients of its parameters may count twice: call it, or give audit=0"
+                    )
         finally:
             for hook in hooks:
                 hook.remove()
@@ -264,6 +270,9 @@ class _Gradients:
         parameters: in the same order in all groups.
         discard: whether they are replaced by zeros.
         exact: whether their bits are compared.
+
+    Attributes:
+        passed: ids of the FSDP2 modules that were called.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], discard: bool, exact: bool) -> None:
@@ -273,6 +282,8 @@ class _Gradients:
         # By parameter: digests, or norm and projections.
         self._found: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self._dtypes = {parameter.dtype for parameter in parameters}
+        self.passed: set[int] = set()
+        self._whole = {id(parameter) for parameter in parameters}  # that have a hook
 
     def note_precision(self, module: Any, inputs: Any) -> None:
         """A hook of a model's forward pass: with autocast gradients are no more exact than its dtype."""
@@ -280,10 +291,25 @@ class _Gradients:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             self._dtypes.add(torch.get_autocast_dtype(device))
 
+    def hook(self, owned: Sequence[tuple[Any, str, int]], hooks: list[Any], module: Any, inputs: Any) -> None:
+        """A hook of an FSDP2 module's forward pass, in which its parameters are whole.
+
+        Args:
+            owned: the modules and names of its parameters, and their places.
+            hooks: gets those of the whole parameters.
+        """
+        self.passed.add(id(module))
+        for owner, name, place in owned:
+            whole = owner._parameters[name]
+            if id(whole) not in self._whole:  # activation checkpointing repeats the pass
+                self._whole.add(id(whole))
+                hooks.append(whole.register_hook(partial(self.take, place)))
+
     @torch.no_grad()
     def take(self, place: int, gradient: torch.Tensor) -> Optional[torch.Tensor]:
         """A hook of the parameter at this place. It is called before the gradient is accumulated."""
         local = local_part(gradient.coalesce().values() if gradient.is_sparse else gradient)
+        self._dtypes.add(gradient.dtype)
         self._found[place].append(digest(local) if self._exact else _sums(local))
         return torch.zeros_like(gradient) if self._discard else None
 
@@ -301,6 +327,28 @@ class _Gradients:
         sums[0].sqrt_()
         bound = math.sqrt(max((torch.finfo(dtype).eps for dtype in self._dtypes), default=0.0))
         return Row(kind, tries, int(digest(sums).item()), bound, tuple(sums.tolist()))
+
+
+def _sharded(model: Any, places: dict[int, int]) -> list[tuple[Any, list[tuple[Any, str, int]]]]:
+    """The FSDP2 modules of a model, each with the modules, names and places of the parameters that it makes
+    whole for its forward pass.
+    """
+    found: list[tuple[Any, list[tuple[Any, str, int]]]] = []
+
+    def walk(module: Any, owned: list[tuple[Any, str, int]]) -> None:
+        if hasattr(module, "set_requires_gradient_sync"):
+            owned = []
+            found.append((module, owned))
+        owned += [
+            (module, name, places[id(parameter)])
+            for name, parameter in module._parameters.items()
+            if id(parameter) in places
+        ]
+        for child in module.children():
+            walk(child, owned)
+
+    walk(model, [])
+    return found
 
 
 def _buffers(models: tuple[Any, ...]) -> dict[tuple[int, str], int]:

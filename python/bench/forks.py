@@ -183,11 +183,11 @@ def _lines(log: Path, number: int, status: Callable[[], int | None]) -> list[int
         if status() is not None or time.monotonic() > deadline:
             raise RuntimeError(log.read_text()[-2000:])
         time.sleep(0.005)
-    time.sleep(1)
     return [int(line.split()[1]) for line in found]
 
 
 def memory(pids: list[int]) -> float:
+    time.sleep(1)  # until the last rank has finished its start
     found = 0
     for pid in pids:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():

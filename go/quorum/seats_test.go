@@ -10,7 +10,7 @@ import (
 // testdata/standby.txt has the rules for standbys. Here the events are random, and the invariants are checked
 // after each.
 func TestStandbysAreInNoCountAndNoQuorum(t *testing.T) {
-	standbys, letIn := 0, 0
+	standbys, letIn, larger := 0, 0, 0
 	for seed := range uint64(20) {
 		h := newHistory(t, seed)
 		h.policy.MaxReplicas = h.policy.MinReplicas + h.rng.IntN(2)
@@ -22,10 +22,21 @@ func TestStandbysAreInNoCountAndNoQuorum(t *testing.T) {
 			if _, recalled := event.(Recalled); recalled {
 				continue // of a job without the limit: none of its members is held back
 			}
+			if h.rng.IntN(50) == 0 {
+				h.policy.MaxReplicas = h.policy.MinReplicas + h.rng.IntN(4)
+				event = Limited{MaxReplicas: h.policy.MaxReplicas}
+			}
+			before := m.past.latest
 			for _, action := range m.Step(event, h.now) {
 				if d, formed := action.(Deliver); formed {
 					h.lastID = d.Quorum.ID
-					require.LessOrEqual(t, len(d.Quorum.Members), h.policy.MaxReplicas)
+					if len(d.Quorum.Members) > h.policy.MaxReplicas { // it was lowered: those that train stay
+						larger++
+						for _, member := range d.Quorum.Members {
+							_, stays := before.Place(member.ReplicaID)
+							require.True(t, stays, "%s is let in, and no seat is free", member.ReplicaID)
+						}
+					}
 					for _, member := range d.Quorum.Members {
 						if held[member.ReplicaID] {
 							letIn++
@@ -51,4 +62,5 @@ func TestStandbysAreInNoCountAndNoQuorum(t *testing.T) {
 	}
 	require.Greater(t, standbys, 1000)
 	require.Greater(t, letIn, 10)
+	require.Greater(t, larger, 10)
 }

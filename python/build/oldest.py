@@ -33,7 +33,7 @@ def lowest(pyproject: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in ("dependencies", *EXTRAS):
         wanted = re.search(rf"^{name} = \[(.*?)\]$", pyproject, re.MULTILINE | re.DOTALL)
-        bounds = dict(re.findall(r'"([\w-]+)>=([\d.]+)"', wanted[1] if wanted else ""))
+        bounds = dict(re.findall(r'"([\w-]+(?:\[\w+\])?)>=([\d.]+)"', wanted[1] if wanted else ""))
         if not bounds:
             raise ValueError(f"pyproject.toml: {name} has no package with a lower bound, such as torch>=2.7")
         found |= bounds

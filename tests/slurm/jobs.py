@@ -12,6 +12,7 @@ from machines import Cluster, Machine, wait_for
 
 SCRIPTS = Path(__file__).parents[2] / "python" / "examples" / "slurm"
 STEPS = str(Path(__file__).with_name("steps.py"))
+ENDLESS = "100000"  # steps
 RANK = r"^[^ ]*python[^ ]* -u [^ ]*(steps|train_ddp)\.py"  # the command line of a rank
 # PyTorch's start on a machine whose processors are all busy.
 START_S = 600.0

@@ -355,6 +355,7 @@ exec unshare --user --map-user 10001 --map-group 10001 setpriv --no-new-privs "$
 """
 
 
+@pytest.mark.slow  # starts the programs
 @pytest.mark.hosts
 @pytest.mark.timeout(240)
 def test_the_programs_need_no_rights_and_write_to_their_volumes_only() -> None:

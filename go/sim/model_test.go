@@ -413,7 +413,9 @@ func (r *model) failedCall(err error, early time.Duration) (raised bool, errors 
 	if j.onlyClaims && !r.l.claimed && r.phase == awaiting {
 		j.broken(ruleUnshown, "%s has no quorum: %v", r, err)
 	}
-	j.disturbed("%s: %v", r, err)
+	if !j.standsBy(r.l, len(j.last)) { // its request may take longer than its deadline
+		j.disturbed("%s: %v", r, err)
+	}
 	j.logf("%s: %v", r, err)
 	phase := r.phase
 	r.l.erred = j.now

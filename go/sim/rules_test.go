@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"time"
@@ -129,6 +130,9 @@ func (j *judge) due(q *quorum.Quorum, ids []string) {
 			j.policy.MinReplicas)
 	}
 	in := func(id string) bool { return slices.Contains(ids, id) }
+	if most := j.policy.MaxReplicas; most > 0 && len(ids) > most {
+		j.broken(ruleMajority, "quorum %d has %d members, max_replicas is %d", q.ID, len(ids), most)
+	}
 	shrinks := slices.ContainsFunc(j.places, func(p place) bool { return p.l != nil && p.l.asked.ShrinkOnly })
 	now := j.now
 	if !j.clear() || shrinks {
@@ -150,7 +154,8 @@ func (j *judge) due(q *quorum.Quorum, ids []string) {
 	var missing, ahead []*life
 	for i := range j.places {
 		l := j.places[i].l
-		if l == nil || in(l.id) || l.asks == 0 || l.out == l.asks || l.leaving || j.upstream.has(i) {
+		if l == nil || in(l.id) || l.asks == 0 || l.out == l.asks || l.leaving || j.upstream.has(i) ||
+			j.standsBy(l, len(ids)) {
 			continue
 		}
 		missing = append(missing, l)
@@ -200,6 +205,11 @@ func (j *judge) due(q *quorum.Quorum, ids []string) {
 				"was at step %d, is alive", q.ID, now, step, still, reached)
 		}
 	})
+}
+
+// standsBy reports whether a group is held back while a quorum of this size trains.
+func (j *judge) standsBy(l *life, members int) bool {
+	return j.policy.MaxReplicas > 0 && members >= j.policy.MaxReplicas && !slices.Contains(j.last, l.id)
 }
 
 // soon checks that the first quorum after a failure is not late: the other members only have to complete or
@@ -458,7 +468,8 @@ func (j *judge) progress() {
 		return
 	}
 	for i := range j.places {
-		if l := j.places[i].l; j.attached(i) && j.now-max(l.began, l.lastCommit) > bound {
+		l := j.places[i].l
+		if j.attached(i) && !j.standsBy(l, len(j.last)) && j.now-max(l.began, l.lastCommit) > bound {
 			if j.now-j.lastTime > bound {
 				j.broken(ruleForms, "%d groups are connected, and there has been no quorum for %s", connected,
 					j.now-j.lastTime)
@@ -507,8 +518,8 @@ func (j *judge) noticedAll() bool {
 		func(p place) bool { return p.l.askedAt < since })
 }
 
-// apart returns the id of the quorum that has exactly the groups of all slots as its members, and in which
-// each of them has committed at least three steps. If there is no such quorum, why is the reason, and
+// apart returns the id of the quorum that has exactly the groups of all slots as its members, but for standbys,
+// and in which each of them has committed at least three steps. If there is no such quorum, why is the reason, and
 // otherwise it is empty.
 func (j *judge) apart() (why string, id int64) {
 	for i := range j.places {
@@ -516,16 +527,18 @@ func (j *judge) apart() (why string, id int64) {
 		switch {
 		case l == nil:
 			return fmt.Sprintf("no group is in slot %d", i), id
+		case j.standsBy(l, len(j.last)):
+			continue
 		case l.in == 0:
 			return fmt.Sprintf("%s has committed nothing", l.id), id
-		case i > 0 && l.in != id:
-			return fmt.Sprintf("%s is in quorum %d and %s in quorum %d", j.places[0].l.id, id, l.id, l.in), id
+		case id != 0 && l.in != id:
+			return fmt.Sprintf("%s is in quorum %d, and another group in quorum %d", l.id, l.in, id), id
 		case l.steps < 3:
 			return fmt.Sprintf("%s has committed %d steps", l.id, l.steps), id
 		}
 		id = l.in
 	}
-	if n := len(j.quorums[id]); n != j.slots {
+	if n := len(j.quorums[id]); n != cmp.Or(j.policy.MaxReplicas, j.slots) {
 		return fmt.Sprintf("quorum %d has %d members, %d live", id, n, j.slots), id
 	}
 	return "", id

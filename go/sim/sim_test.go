@@ -258,6 +258,19 @@ func TestAJoinTimeoutBelowAStepDoesNotSplitAJob(t *testing.T) {
 	}
 }
 
+// A standby takes the place of a group that fails, and the failed one is the standby when it has come back.
+func TestStandbysTakeThePlacesOfFailedGroups(t *testing.T) {
+	t.Parallel()
+	for seed := range uint64(budget(6)) {
+		s := onlyFailures(seed)
+		s.slots = 3 + int(seed%2)
+		s.policy.MaxReplicas = s.slots - 1
+		s.onlyFailures = false // a quorum of which a standby is in is another one
+		s.drawFaults(6*time.Second, crash, vanish)
+		hold(t, s)
+	}
+}
+
 // onlyFailures draws a job whose groups fail at any moment, one or several at once, and come back.
 func onlyFailures(seed uint64) setup {
 	s := draw(seed, 2+int(seed%4))

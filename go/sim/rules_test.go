@@ -518,9 +518,9 @@ func (j *judge) noticedAll() bool {
 		func(p place) bool { return p.l.askedAt < since })
 }
 
-// apart returns the id of the quorum that has exactly the groups of all slots as its members, but for standbys,
-// and in which each of them has committed at least three steps. If there is no such quorum, why is the reason, and
-// otherwise it is empty.
+// apart returns the id of the quorum that has exactly the groups of all slots as its members, but for
+// standbys, and in which each of them has committed at least three steps. If there is no such quorum, why is
+// the reason, and otherwise it is empty.
 func (j *judge) apart() (why string, id int64) {
 	for i := range j.places {
 		l := j.places[i].l

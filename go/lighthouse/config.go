@@ -49,9 +49,9 @@ type Config struct {
 	Recover bool
 	// Security names the files with the job's token and certificates.
 	Security auth.Security
-	// AllowRemoteKill lets every client that can connect end groups of this host, if there is no token: managers
-	// of other hosts refuse that without one. Without AllowRemoteKill, only clients on this host may. If there
-	// is a token, only clients with the token may, and all groups.
+	// AllowRemoteKill lets every client that can connect end groups of this host, if there is no token:
+	// managers of other hosts refuse that without one. Without AllowRemoteKill, only clients on this host
+	// may. If there is a token, only clients with the token may, and all groups.
 	AllowRemoteKill bool
 	// MaxConnections is how many connections may be open at once.
 	MaxConnections int

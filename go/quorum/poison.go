@@ -181,8 +181,8 @@ func (p *poison) leftOut(members []Member) (units []string) {
 	return units
 }
 
-// refuses reports whether a request of a run is refused, because the job is stopped. One of another run begins
-// the next job, if no group of this one is alive.
+// refuses reports whether a request of a run is refused, because the job is stopped. One of another run
+// begins the next job, if no group of this one is alive.
 func (p *poison) refuses(run string) bool {
 	if p.run != "" && run != p.run && p.roster.counts.healthy == 0 {
 		p.forget()

@@ -11,8 +11,8 @@ With --kill-at a worker kills itself once, as a demonstration. If the workers ha
 end, the exit status is 1. --address selects a running cluster; without it, one is started on this machine.
 """
 
-# Ray is not installed where type checkers run.
-# pyrefly: ignore-errors[missing-import, missing-attribute]
+# Ray is not installed where type checkers run; where it is, its annotations name both of its APIs.
+# pyrefly: ignore-errors[missing-import, missing-attribute, bad-argument-type]
 
 from __future__ import annotations
 

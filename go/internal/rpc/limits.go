@@ -30,9 +30,10 @@ const (
 	pingTimeout = 10 * time.Second
 	// A client may ping this often: gRPC's default would end the connections of peers that ping each 10 s.
 	pingAllowed = time.Second
-	// These pings are those of a manager server to the ranks of its group, which send it no heartbeats. With the
-	// 200 ms that a rank has to reconnect they notice its host's failure within 5 s, as the lighthouse does that
-	// of the manager server's host with its default heartbeat timeout. One second is gRPC's lower bound.
+	// These pings are those of a manager server to the ranks of its group, which send it no heartbeats.
+	// With the 200 ms that a rank has to reconnect they notice its host's failure within 5 s, as the
+	// lighthouse does that of the manager server's host with its default heartbeat timeout. One second is
+	// gRPC's lower bound.
 	rankPingAfter   = time.Second
 	rankPingTimeout = 3750 * time.Millisecond
 	// clientPingAfter is gRPC's lower bound.

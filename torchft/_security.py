@@ -22,6 +22,9 @@ JOB_ENV = "TORCHFT_JOB_ID"
 #: training ends with success. `torchft run`, the TorchX component and the examples for Slurm and Kubernetes
 #: set it. Default: none.
 RUN_ENV = "TORCHFT_RUN_ID"
+#: Set by torchrun's rendezvous through the lighthouse for its ranks: the number of their round. Default:
+#: none.
+ROUND_ENV = "TORCHFT_ROUND"
 DEFAULT_JOB = "default"
 _FILES = {
     "token_file": TOKEN_FILE_ENV,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchft import _forked, process_group
-from torchft._manager.settings import SNAPSHOTS_ENV
+from torchft._manager.settings import SNAPSHOTS_ENV, start_number
 from torchft._manager.signals import leave_on_from_env
 from torchft.manager import Manager
 
@@ -66,7 +66,7 @@ def connect(device: torch.device, isolated: bool, **settings: Any) -> Manager:
     if not dist.is_initialized():
         # With --max_restarts torchrun keeps its store and what failed ranks put in: each start has a prefix.
         store, rank, ranks = next(dist.rendezvous("env://"))
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        start = start_number()
         dist.init_process_group(
             kind.lower(), store=dist.PrefixStore(f"restart-{start}", store), rank=rank, world_size=ranks
         )

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Optional, Union
 
 from torchft._checks import check_positive, switch
+from torchft._security import ROUND_ENV
 
 MANAGER_ADDR_KEY: str = "manager_addr"
 REPLICA_ID_KEY: str = "replica_id"
@@ -168,7 +169,7 @@ def resolve(
         quorum_retries=int_from_env(QUORUM_RETRIES_ENV, quorum_retries),
         manager_port=port if port is not None else int_from_env(MANAGER_PORT_ENV, 0),
         lighthouse_addr=lighthouse_addr or os.environ.get("TORCHFT_LIGHTHOUSE"),
-        restart_count=int_from_env(RESTART_COUNT_ENV, 0),
+        restart_count=start_number(),
         enable_error_bus=switch(FAILURE_BUS_ENV, default=True, given=enable_error_bus),
         replay_failed_step=switch(REPLAY_FAILED_STEP_ENV, given=replay_failed_step),
         reproducible_reduction=reproducible_reduction,
@@ -295,6 +296,13 @@ def heal_sources_from_env() -> int:
     if not 1 <= sources <= MAX_SOURCES:
         raise ValueError(f"{HEAL_SOURCES_ENV}={sources}: allowed are 1 (the assigned one) to {MAX_SOURCES}")
     return sources
+
+
+def start_number() -> int:
+    """The number of this start of a group's ranks, alike on its nodes: the round of torchft's rendezvous,
+    else torchrun's restarts, of which the agent of a node that replaces another one counts its own only.
+    """
+    return int_from_env(ROUND_ENV, int_from_env(RESTART_COUNT_ENV, 0))
 
 
 def int_from_env(name: str, default: int) -> int:

@@ -32,6 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 from torchft._forked import Maker, threaded
 from torchft._lighthouse_http import LighthouseConnection, Unanswered, address_of
+from torchft._security import ROUND_ENV
 from torchft.addresses import announced_host, host_port, loopback
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -410,6 +411,7 @@ class LighthouseRendezvousHandler(RendezvousHandler):
             try:
                 info = self._meet(released)
                 self._in_round = True
+                os.environ[ROUND_ENV] = str(released.number)
                 return info
             except (RuntimeError, OSError) as error:
                 missed = f"the nodes of round {released.number} did not meet at {released.store}: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -80,6 +81,7 @@ def test_two_nodes_meet_at_the_store_of_rank_0(make: Make) -> None:
     assert a.get_backend() == "torchft" and a.get_run_id() == "job_0" and a.use_agent_store
     assert a.num_nodes_waiting() == 0
 
+    number = int(os.environ["TORCHFT_ROUND"])
     # The workers of node a fail: node b is notified, both nodes meet again, and their workers get another
     # store.
     with ThreadPoolExecutor(1) as thread:
@@ -92,6 +94,7 @@ def test_two_nodes_meet_at_the_store_of_rank_0(make: Make) -> None:
         and joined.bootstrap_store_info.master_port != first.master_port
     )
     assert not joined.store.check(["key"])
+    assert int(os.environ["TORCHFT_ROUND"]) == number + 1
 
 
 @pytest.mark.slow

@@ -143,6 +143,15 @@ def test_zero_timeout_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
         make()
 
 
+def test_the_number_of_a_start_is_alike_on_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert settings.start_number() == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert settings.start_number() == 2
+    monkeypatch.setenv("TORCHFT_ROUND", "7")
+    assert settings.start_number() == 7
+
+
 def test_get_timeout() -> None:
     assert get_timeout("5", timedelta(seconds=1)) == timedelta(seconds=5)
     assert get_timeout(None, timedelta(seconds=1)) == timedelta(seconds=1)

@@ -29,24 +29,35 @@ class Training:
         groups: their number.
         script: its arguments.
         least: MIN_REPLICAS of the lighthouses.
-        components: of Kustomize, beside the overlay `cpu-demo`.
+        components: of Kustomize, beside the overlay.
+        overlay: its pods get as little as those of `cpu-demo`, and a rank each.
     """
 
     def __init__(
-        self, plane: Plane, groups: int, script: str, least: int = 1, components: tuple[str, ...] = ()
+        self,
+        plane: Plane,
+        groups: int,
+        script: str,
+        least: int = 1,
+        components: tuple[str, ...] = (),
+        overlay: str = "cpu-demo",
     ) -> None:
         self.plane, self._began = plane, now()
         folder = plane.folder / "overlay"
         folder.mkdir(exist_ok=True)
         up = f"{'../' * len(folder.parts[1:])}{EXAMPLES.relative_to('/')}"
-        kustomization: dict[str, Any] = {"resources": [f"{up}/overlays/cpu-demo"]}
+        kustomization: dict[str, Any] = {"resources": [f"{up}/overlays/{overlay}"]}
         kustomization["components"] = [f"{up}/components/{name}" for name in components]
         (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
         objects = list(yaml.safe_load_all(plane.kubectl("kustomize", str(folder))))
         for each in objects:
             if each["kind"] == "Job":
-                each["spec"] |= {"completions": groups, "parallelism": groups}
                 (container,) = each["spec"]["template"]["spec"]["containers"]
+                values = {variable["name"]: variable for variable in container["env"]}
+                pods = groups * int(values.get("PET_NNODES", {"value": 1})["value"])
+                each["spec"] |= {"completions": pods, "parallelism": pods}
+                values["PET_NPROC_PER_NODE"]["value"] = "1"
+                container["resources"] = {"requests": {"cpu": "250m", "memory": "1Gi"}}
                 text = container["args"][0]
                 container["args"] = [re.sub(r"train_ddp.py.*", f"tests/kube/group_script.py {script}", text)]
             elif each["kind"] == "StatefulSet":

@@ -56,7 +56,7 @@ def test_a_regression_is_an_event(job: Job) -> None:
         job.node(job.groups[0]).kill(RANK)
         job.wait_for_state(job.groups[0], "FAILED")
     assert len([event for event in job.events() if event["kind"] == "regressed"]) == 1
-    assert "goes on from step 0" in job.torchft("events")
+    assert "regressed the job had reached step" in job.torchft("events")
 
 
 def test_a_group_of_two_nodes_with_two_gpus_each(job: Job) -> None:

@@ -62,7 +62,10 @@ CANNOT = {
     r"python tests/process/chaos_faults\.py .*": "runs for an hour; test_chaos.py runs the same faults",
     r".*torchtitan\.experiments.*": "needs torchtitan and eight GPUs; test_torchtitan.py drives it on a CPU",
     r"torchft_lighthouse .* --cluster .*": "needs three hosts; test_torchft_run.py runs three on one",
-    r"torchrun --rdzv-backend torchft .*": "needs a host for each node; test_rendezvous.py runs torchrun "
+    r"torchft_lighthouse --min_replicas 2|TORCHFT_LIGHTHOUSE=http://10\.0\.0\.1:29510 .*": "needs hosts; "
+    "test_two_hosts runs those of docs/deploy.md",
+    r"export REPLICA_GROUP_ID=0.*|torchrun --rdzv-backend torchft .*": "needs a host for each node; "
+    "test_rendezvous.py runs torchrun "
     "with it",
     r"(srun|.*torchrun .*--no-python .*) torchft exec .*": "test_exec.py starts ranks by it",
     r"docker .*": "needs Docker, and downloads its images; test_dockerfile.py checks the file and these "

@@ -64,9 +64,8 @@ CANNOT = {
     r"torchft_lighthouse .* --cluster .*": "needs three hosts; test_torchft_run.py runs three on one",
     r"torchft_lighthouse --min_replicas 2|TORCHFT_LIGHTHOUSE=http://10\.0\.0\.1:29510 .*": "needs hosts; "
     "test_two_hosts runs those of docs/deploy.md",
-    r"export REPLICA_GROUP_ID=0.*|torchrun --rdzv-backend torchft .*": "needs a host for each node; "
-    "test_rendezvous.py runs torchrun "
-    "with it",
+    r"export (REPLICA_GROUP_ID|TORCHFT_HOST)=.*|torchrun --rdzv-backend torchft .*": "needs a host for each "
+    "node; test_rendezvous.py runs torchrun with it",
     r"(srun|.*torchrun .*--no-python .*) torchft exec .*": "test_exec.py starts ranks by it",
     r"docker .*": "needs Docker, and downloads its images; test_dockerfile.py checks the file and these "
     "commands",

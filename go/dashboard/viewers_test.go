@@ -168,7 +168,7 @@ func TestMemoryIsBoundedForABrowserConnectedForADay(t *testing.T) {
 			received = int(n)
 		}()
 		var settled int64
-		hours, mostGrown := 4, int64(2<<20)
+		hours, mostGrown := 9, int64(2<<20) // more than mostEvents
 		if testmain.Full() {
 			hours, mostGrown = 24, 4<<20
 		}

@@ -23,8 +23,10 @@ func TestStandbysAreInNoCountAndNoQuorum(t *testing.T) {
 				continue // of a job without the limit: none of its members is held back
 			}
 			if h.rng.IntN(50) == 0 {
-				h.policy.MaxReplicas = h.policy.MinReplicas + h.rng.IntN(4)
-				event = Limited{MaxReplicas: h.policy.MaxReplicas}
+				event = Limited{MaxReplicas: h.policy.MinReplicas + h.rng.IntN(4)}
+			}
+			if limited, ok := event.(Limited); ok {
+				h.policy.MaxReplicas = limited.MaxReplicas
 			}
 			before := m.past.latest
 			for _, action := range m.Step(event, h.now) {

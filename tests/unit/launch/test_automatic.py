@@ -46,7 +46,7 @@ def test_two_groups_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numbers == [1, 2, 3, 2]
     waits = [reason for reason in told if "group 1 is still leaving; try again when it has left" in reason]
     changes = [reason.partition(":")[0] for reason in told if reason not in waits]
-    assert changes == ["1 -> 2 groups", "2 -> 3 groups", "3 -> 2 groups"] and waits
+    assert changes == ["1 -> 2 groups", "2 -> 3 groups", "3 -> 2 groups", "2 groups stay"] and waits
     assert job.decision == told[-1]
 
     job.leaving = False

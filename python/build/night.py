@@ -2,9 +2,9 @@
 
 One lane runs pytest without reruns, and without a fork server for processes: the slow tests, and, where there
 is time, then the others, which `make test` runs, too. The other lane runs Go's tests with the race detector,
-the machines and the simulation at full size, chaos (kills of real processes), the fuzz targets, and longer
-simulations; each day another kind of them is the first. The report at the end lists the parts that ran and
-those that were skipped, and how to repeat a failure.
+then the machines and the simulation at full size, chaos (kills of real processes), the fuzz targets, and
+longer simulations; each day another kind of these is the first. The report at the end lists the parts that
+ran and those that were skipped, and how to repeat a failure.
 """
 
 from __future__ import annotations
@@ -153,8 +153,13 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     sim = Part("sim", [*again, "--packages=./sim ./gossip/...", *options], go, full, needs_s=210)
     machines = " ".join(f"./{name}" for name in PURE)
     pure = Part("machines", [*again, f"--packages={machines}", *options], go, full, needs_s=120)
+    # In a short night it has the histories of `make test`, so that others have a turn beside it.
     race = Part(
-        "race", [*again, f"--packages={racing()}", *options, "-race", "-count=1"], go, full, needs_s=240
+        "race",
+        [*again, f"--packages={racing()}", *options, "-race", "-count=1"],
+        go,
+        full if time_s >= LONG_S else {},
+        needs_s=240,
     )
     fuzz = [
         Part(
@@ -217,8 +222,8 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     sims = [sim, *(planted if time_s >= LONG_S else [])]
     others = [oldest] if time_s >= 2 * LONG_S else []
     faults = [*rotated(chaos, seed)[:calls], *rotated(fuzz, seed), *soaks]
-    kinds = [[race], [pure, *sims, late, *others], faults]
-    return [tests, *(part for kind in rotated(kinds, seed) for part in kind)]
+    kinds = [[pure, *sims, late, *others], faults]
+    return [tests, race, *(part for kind in rotated(kinds, seed) for part in kind)]
 
 
 def unplanned(parts: Sequence[Part], seed: int, targets: Sequence[tuple[str, str]]) -> list[Result]:

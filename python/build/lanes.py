@@ -251,12 +251,15 @@ def without(paths: Sequence[str]) -> list[str]:
 
 
 def parts_of_test() -> list[Part]:
-    """The parts of `make test`, the longest first."""
+    """The parts of `make test`, the longest first. None is so long that it ends alone."""
+    files = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/integration/test_*.py"))
+    half = files[: len(files) // 2]
     return [
         Part("unit", pytest("unit", "tests/unit", *without(GROUPS))),
         Part("groups", pytest("groups", *GROUPS)),
         Part("process", pytest("process", "tests/process")),
-        Part("other", pytest("other", *without(["tests/process", "tests/unit", "tests/late"]))),
+        Part("other", pytest("other", *without(["tests/process", "tests/unit", "tests/late", *half]))),
+        Part("integration", pytest("integration", *half)),
         # In a separate process, because PyTorch has an accelerator once the test accelerator is registered.
         Part("late", pytest("late", "tests/late")),
         Part("go", [os.environ.get("MAKE", "make"), "--no-print-directory", "test-go"]),

@@ -48,7 +48,7 @@ func (m *memory) refuseLate() {
 	}
 	var late []*record
 	for _, r := range m.roster.members { // standbys, too
-		if r.waiting() && r.newest().run == m.end.Run && r.member().Step <= m.end.Step {
+		if r.waiting() && r.run == m.end.Run && r.member().Step <= m.end.Step {
 			late = append(late, r)
 		}
 	}

@@ -1,7 +1,6 @@
 package quorum
 
 import (
-	"cmp"
 	"fmt"
 	"maps"
 	"math"
@@ -59,7 +58,7 @@ type poison struct {
 	*core
 	seen    []sighting // the oldest first
 	verdict string     // why the job stops; empty: it does not
-	run     string     // of the groups that were refused since; empty: they named none
+	run     string     // that is stopped; empty: its groups named none
 	empty   time.Time  // since when no member has been alive while it is stopped; zero: one is
 	skipped []skipped
 }
@@ -119,6 +118,9 @@ func (p *poison) record(e Raised) {
 	if repeats(s.members, e.Device) && !p.skips(e, s.members) {
 		p.verdict = fmt.Sprintf("the job stops: the same exception has ended %s: %s\n%s",
 			strings.Join(s.members, " and "), s.Digest, e.Text)
+		if r := p.roster.members[e.ReplicaID]; r != nil {
+			p.run = r.run
+		}
 		p.do(Stops{p.verdict})
 		for _, r := range slices.SortedFunc(maps.Values(p.roster.members), byID) {
 			p.refuseAll(r, Poisoned, p.verdict)
@@ -182,16 +184,12 @@ func (p *poison) leftOut(members []Member) (units []string) {
 }
 
 // refuses reports whether a request of a run is refused, because the job is stopped. One of another run
-// begins the next job, if no group of this one is alive.
+// begins the next job, if no member of this one is alive.
 func (p *poison) refuses(run string) bool {
-	if p.run != "" && run != p.run && p.roster.counts.healthy == 0 {
+	if p.run != "" && run != p.run && p.roster.counts.present == 0 {
 		p.forget()
 	}
-	if p.verdict == "" {
-		return false
-	}
-	p.run = cmp.Or(p.run, run)
-	return true
+	return p.verdict != ""
 }
 
 // tick forgets the verdict when the job has ended: the next one may have other data.

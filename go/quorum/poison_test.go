@@ -198,24 +198,37 @@ func TestAStoppedJobIsForgottenAfterItsEnd(t *testing.T) {
 
 // Kubernetes starts a pod again after ten minutes, if it has failed some times.
 func TestAStoppedRunStaysStopped(t *testing.T) {
-	m := machineOf("a:1", "b:1")
-	d := Digest{Type: "ValueError", Step: 10}
-	raises(t, m, "a:1", d, epoch)
-	require.NotEmpty(t, raises(t, m, "b:1", d, epoch))
-	asks := func(id, run string, now time.Time) (refused bool) {
-		for _, action := range m.Step(Asked{Waiter: 1, Member: Member{ReplicaID: id}, Run: run}, now) {
-			r, is := action.(Refuse)
-			refused = refused || is && r.Why == Poisoned
+	for _, late := range []bool{false, true} { // a group of the stopped run asks again, or none does
+		m := machineOf()
+		asks := func(id, run string, now time.Time) (refused bool) {
+			m.Step(Greeted{ReplicaID: id}, now) // on its stream: it counts as healthy before it asks
+			for _, action := range m.Step(Asked{Waiter: 1, Member: Member{ReplicaID: id}, Run: run}, now) {
+				r, is := action.(Refuse)
+				refused = refused || is && r.Why == Poisoned
+			}
+			m.Step(Withdrawn{Waiter: 1}, now)
+			return refused
 		}
-		return refused
+		require.False(t, asks("a:1", "r", epoch))
+		require.False(t, asks("b:1", "r", epoch))
+		d := Digest{Type: "ValueError", Step: 10}
+		raises(t, m, "a:1", d, epoch)
+		require.NotEmpty(t, raises(t, m, "b:1", d, epoch))
+		now := epoch.Add(time.Second)
+		assert.True(t, asks("x:1", "s", now), "its members have not ended yet")
+		now = now.Add(10 * time.Second)
+		m.Step(Tick{}, now)
+		if late {
+			assert.True(t, asks("a:2", "r", now))
+			now = now.Add(time.Hour)
+			m.Step(Tick{}, now)
+			m.Step(Tick{}, now.Add(2*stoppedFor))
+			now = now.Add(3 * stoppedFor)
+			assert.True(t, asks("a:3", "r", now))
+		}
+		assert.False(t, asks("a:4", "s", now), "another run is another job")
+		assert.Empty(t, m.poison.verdict)
 	}
-	assert.True(t, asks("a:2", "r", epoch.Add(time.Second)))
-	later := epoch.Add(time.Hour)
-	m.Step(Tick{}, later)
-	m.Step(Tick{}, later.Add(2*stoppedFor))
-	assert.True(t, asks("a:3", "r", later.Add(3*stoppedFor)))
-	assert.False(t, asks("a:4", "s", later.Add(4*stoppedFor)), "another run is another job")
-	assert.Empty(t, m.poison.verdict)
 }
 
 func TestFewExceptionsAreRemembered(t *testing.T) {

@@ -51,6 +51,7 @@ type record struct {
 	occupation occupation // its phase
 	pace       Pace       // as it reported last
 
+	run      string // of its launcher, as it asked last; empty: it named none
 	draining string // who requested its drain; empty if it is not drained
 	ending   bool   // it has reported that its manager server ends
 	finished bool   // it has reported that its training is complete
@@ -64,7 +65,6 @@ type request struct {
 	member     Member
 	known      int64 // quorum_id of the last quorum that the member was in
 	recallable bool  // it answers a Recall
-	run        string
 }
 
 func (r *record) alive() bool { return r.pulse != nil && r.out == "" }
@@ -294,10 +294,11 @@ func (s *roster) presume(id string, now time.Time) *record {
 func (s *roster) ask(e Asked, now time.Time) {
 	r := s.beat(e.Member.ReplicaID, now)
 	r.number, r.address, r.ending, r.finished = max(r.number, e.Number), e.Member.Address, false, false
+	r.run = e.Run
 	s.waiters[e.Waiter] = r
 	s.update(r, now, func() {
 		r.out = ""
-		r.requests = append(r.requests, request{e.Waiter, e.Member, e.KnownQuorumID, e.Recallable, e.Run})
+		r.requests = append(r.requests, request{e.Waiter, e.Member, e.KnownQuorumID, e.Recallable})
 	})
 }
 

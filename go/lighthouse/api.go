@@ -121,6 +121,25 @@ func (n notice) check() error {
 
 func (notice) want() string { return `{"reason": "..."}` }
 
+// mostNotices bounds the events of a minute that others tell, since without a token any host may: more would
+// drive those of the job out of the history.
+const mostNotices = 60
+
+// notices counts the notices of a minute.
+type notices struct {
+	began time.Time
+	n     int
+}
+
+// admit reports whether there is room for one more.
+func (c *notices) admit(now time.Time) bool {
+	if now.Sub(c.began) >= time.Minute {
+		*c = notices{began: now}
+	}
+	c.n++
+	return c.n <= mostNotices
+}
+
 // apiNotice returns the handler that records events of this kind; what is the line of the log.
 func (s *Server) apiNotice(
 	kind dashboard.Kind, what string,
@@ -128,6 +147,14 @@ func (s *Server) apiNotice(
 	return func(w http.ResponseWriter, r *http.Request, body notice) {
 		j := s.jobFor(w, r)
 		if j == nil {
+			return
+		}
+		j.mu.Lock()
+		room := j.notices.admit(time.Now())
+		j.mu.Unlock()
+		if !room {
+			dashboard.Refuse(w, http.StatusTooManyRequests,
+				fmt.Errorf("more than %d such events in a minute; allowed: %d", mostNotices, mostNotices))
 			return
 		}
 		j.log.Info("torchft: "+what, "reason", body.Reason, "from", r.RemoteAddr)

@@ -143,5 +143,13 @@ func TestChangesOverTheAPIWantTheToken(t *testing.T) {
 			}
 		}
 		assert.Equal(t, []any{"quorum", "drained", "scaled", "bad_node", "killed"}, kinds)
+		for range 60 {
+			code, answer = call(t, c, "POST", "/api/v1/scaled", why, right)
+		}
+		assert.Equal(t, 429, code)
+		assert.Contains(t, answer["error"], "more than 60 such events in a minute")
+		time.Sleep(time.Minute)
+		code, _ = call(t, c, "POST", "/api/v1/scaled", why, right)
+		assert.Equal(t, 200, code)
 	})
 }

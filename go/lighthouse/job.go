@@ -42,6 +42,7 @@ type job struct {
 	news    news
 	waitLog waitLog
 	board   *dashboard.Feed // for the page and the API
+	notices notices         // that processes of the job have told
 	stop    chan struct{}   // closed by close
 	stepped time.Time       // time of the machine's last event
 	asleep  time.Duration   // for how long the host had been suspended at the last tick

@@ -174,6 +174,8 @@ class LocalJob:
         if self._standby and self.members and not limit(self._lighthouse, replicas):
             raise ValueError(f"the lighthouse does not take {replicas} as its max_replicas; try again")
         trains = [member for member in stay if member.state not in (STANDBY, "done")]
+        if self._standby:  # a group that starts again may be about to stand by
+            trains.sort(key=lambda member: member.state == "training")
         for member in trains[len(trains) - max(0, -lacking) :]:
             member.leaving, member.state, member.restart_at, member.abandoned = True, "leaving", None, ""
             self._drain(member)

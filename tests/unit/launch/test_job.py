@@ -515,6 +515,15 @@ def test_the_number_of_groups_beside_a_standby(monkeypatch: pytest.MonkeyPatch) 
     assert limits[-1] == 4 and len(limits) == 5
 
 
+def test_beside_standbys_a_group_that_trains_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "limit", lambda *_: True)
+    cluster = Cluster(monkeypatch, 3, 4, standby=1)
+    cluster.training = {0: 5, 1: 5, 2: 5}  # group 3 has not yet been seen to stand by
+    cluster.pass_time(1)
+    cluster.job.scale(2)
+    assert cluster.drained == ["g2"]
+
+
 def test_adding_and_draining_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, 1, 3)
     cluster.job.scale(3)

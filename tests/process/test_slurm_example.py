@@ -17,19 +17,23 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
     """The environment of a group with two nodes of eight ranks. srun and torchft_lighthouse print their
-    arguments; STATUSES has the exit status of each srun.
+    arguments; `statuses` has the exit statuses of the ranks for each srun, in the order of their ends.
     """
     commands = tmp_path / "bin"
     commands.mkdir()
     show = "env | grep -E '^(TORCHFT|REPLICA|NUM_REPLICA|MASTER|WORLD)' | sort"
-    next_status = (
-        'read -r status rest <<< "$(cat statuses 2> /dev/null)"; echo "$rest" > statuses; exit ${status:-0}'
+    ranks = (
+        'read -r statuses rest <<< "$(cat statuses 2> /dev/null)"; echo "$rest" > statuses; highest=0\n'
+        "while [[ $1 = --* ]]; do shift; done\n"
+        "for STATUS in ${statuses//,/ }; do\n"
+        '    STATUS=$STATUS "$@" > /dev/null; [ $? -le $highest ] || highest=$STATUS\n'
+        "done; exit $highest"
     )
     for name, text in {
-        "srun": f'{show}\necho "srun $*"\n{next_status}',
+        "srun": f"{show}\necho srun $*\n{ranks}",
         "scontrol": '[ "$1" = show ] && { echo node3; echo node4; } || echo "scontrol $*"',
         "sleep": "",
-        "torchft": 'echo "{\\"ended\\": \\"$ENDED\\"}"',
+        "torchft": 'echo "{\\"ended\\": \\"$ENDED\\"}"; exit ${STATUS:-0}',
         "torchft_lighthouse": 'echo "lighthouse $*"; cp elsewhere torchft-logs/1230/lighthouse',
     }.items():
         (commands / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -70,6 +74,20 @@ def test_a_lighthouse_is_started_again_until_there_is_another_one(run: Run, tmp_
     assert (folder / "lighthouse").read_text() == "http://node2:29230\n", "that of the other one"
 
 
+@pytest.mark.parametrize("now", ["http://node2:29230\n", None])
+def test_a_lighthouse_that_is_ended_leaves_the_address_of_another_one(
+    run: Run, tmp_path: Path, now: str | None
+) -> None:
+    """Its node had hung, and slurmd ends the script before it has read its file again."""
+    address = tmp_path / "torchft-logs" / "1230" / "lighthouse"
+    moves = "" if now is None else f"echo {now.strip()} > {address}; "
+    (tmp_path / "bin" / "sleep").write_text(f"#!/bin/bash\n{moves}kill -TERM $PPID\n")
+    (tmp_path / "bin" / "torchft_lighthouse").write_text("#!/bin/bash\nexec tail -f /dev/null\n")
+    done = run("lighthouse.sbatch", SLURM_JOB_ID="1230")
+    assert done.returncode == 0, done.stderr
+    assert (address.read_text() if address.exists() else None) == now
+
+
 def test_a_group_has_the_settings_of_its_job(run: Run, tmp_path: Path) -> None:
     done = run("groups.sbatch", "train_ddp.py", "--steps", "20")
     assert done.returncode == 0, done.stderr
@@ -87,9 +105,8 @@ def test_a_group_has_the_settings_of_its_job(run: Run, tmp_path: Path) -> None:
         "TORCHFT_RUN_ID=1230",
         "WORLD_SIZE=16",
     ]
-    assert command.startswith(
-        "srun --kill-on-bad-exit=1 bash -c RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID"
-    )
+    assert command.startswith("srun --kill-on-bad-exit=1 bash -c trap : TERM ")
+    assert " RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID torchft exec " in command
     assert command.endswith(" - train_ddp.py --steps 20") and end == "group 2 ended with status 0"
     assert "\n#SBATCH --signal=TERM@60\n" in (SCRIPTS / "groups.sbatch").read_text()
 
@@ -105,6 +122,13 @@ def test_a_group_has_the_settings_of_its_job(run: Run, tmp_path: Path) -> None:
         ("1 143", 143, 2, False),  # it was to drain, and has not done so in time
         ("1 66", 1, 2, False),  # the script failed behind its loop
         ("137 66", 0, 2, False),  # it was killed there: the script of another group ran to its end
+        # Of several ranks: srun ends the others when the first one has failed.
+        ("1,143,137 0", 0, 2, False),
+        ("137,143 0", 0, 2, False),
+        ("65,143,137", 65, 1, False),
+        ("1,65,143", 65, 1, False),
+        ("0,143,137", 143, 1, False),
+        ("1,143 66,143", 1, 2, False),
     ],
 )
 def test_ends_of_a_group(

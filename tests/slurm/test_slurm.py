@@ -33,6 +33,21 @@ def test_jobs_of_one_user_do_not_meet(new_job: Callable[[], Job]) -> None:
         assert (job.logs / job.id / "state").is_dir()
 
 
+def test_the_rank_that_fails_first_decides(job: Job) -> None:
+    """srun ends the others then, and ends with the highest status. /bin/bash needs no start of PyTorch."""
+    (job.logs / "none").mkdir()
+    (job.logs / "none" / "lighthouse").write_text("http://node4:1\n")
+    job.id = "none"
+    script = job.folder / "rank"
+    script.write_text("#!/bin/bash\n[ $RANK = 2 ] || exec sleep 600\nexit $((TORCHFT_RETURNS ? 65 : 1))\n")
+    script.chmod(0o755)
+    job.start_groups("0", str(script), options=("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"))
+    took = job.wait_for_state(job.groups[0], "FAILED")
+    job.seconds("until two starts of 4 ranks have failed", took)
+    assert re.findall(r"ended with status (\d+)", job.output(0)) == ["1", "65"]
+    assert not list((job.logs / "none").glob("ends-*"))
+
+
 def test_a_script_that_fails_behind_its_loop_fails_its_element(job: Job) -> None:
     """As `torchft run` shows it: the group comes back late in its second start."""
     job.start_lighthouse()

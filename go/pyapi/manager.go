@@ -3,6 +3,7 @@ package pyapi
 import (
 	"context"
 	"errors"
+	"path/filepath"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/manager"
@@ -36,8 +37,10 @@ func ManagerServerStart(
 		Job:               protected.Job,
 	}
 	// An address that cannot be parsed is a RuntimeError, like one that cannot be reached.
-	if _, err := rpc.ParseAddresses("lighthouse_addr", lighthouseAddr); err != nil {
-		return 0, err
+	if !filepath.IsAbs(lighthouseAddr) { // a file may be missing until it joins
+		if _, err := rpc.ParseAddresses("lighthouse_addr", lighthouseAddr); err != nil {
+			return 0, err
+		}
 	}
 	if err := cfg.Validate(); err != nil {
 		return 0, ops.As(ops.Value, err)

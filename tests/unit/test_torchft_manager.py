@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -367,6 +368,15 @@ def test_a_bad_setting_of_the_server_is_named(
     job = groups(1)
     with pytest.raises(error, match=setting):
         job.server(**{"replica_id": "group", setting: value})
+
+
+def test_a_missing_file_of_the_lighthouse_is_waited_for(
+    groups: Callable[..., Groups], tmp_path: Path
+) -> None:
+    """A scheduler moves the lighthouse to another host, and it writes the file there."""
+    where = str(tmp_path / "lighthouse")
+    with pytest.raises(RuntimeError, match=r"timed out after 500ms: .*lighthouse.*no such file"):
+        groups(1).server("group", lighthouse_addr=where, connect_timeout=timedelta(milliseconds=500))
 
 
 @pytest.mark.parametrize(

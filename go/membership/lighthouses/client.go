@@ -35,21 +35,33 @@ type Client struct {
 
 // Dial connects to the lighthouse at addr, and retries until connectTimeout is over. If addr is a list,
 // separated by commas, it connects to the first lighthouse that it reaches. A file of addresses is read for
-// each attempt.
+// each attempt, and may be missing until then.
 func Dial(ctx context.Context, addr string, connectTimeout time.Duration, with rpc.Dialing) (*Client, error) {
-	list, err := rpc.ParseAddresses("lighthouse address", addr)
-	if err != nil {
-		return nil, status.Error(codes.InvalidArgument, err.Error())
+	read := func() (list []string, err error) {
+		if list, err = rpc.ParseAddresses("lighthouse address", addr); err != nil {
+			err = status.Error(codes.InvalidArgument, err.Error())
+		}
+		return list, err
 	}
 	end := time.Now().Add(connectTimeout)
-	if len(list) == 1 && !filepath.IsAbs(addr) {
-		return dialOne(ctx, list[0], connectTimeout, with)
+	list, err := read()
+	if !filepath.IsAbs(addr) {
+		if err != nil {
+			return nil, err
+		}
+		if len(list) == 1 {
+			return dialOne(ctx, list[0], connectTimeout, with)
+		}
 	}
 	var last atomic.Value // the error of the last attempt, in words
 	last.Store("the first attempt has not ended")
 	defer rpc.LogLongWait("lighthouse", addr, connectTimeout, func() string { return last.Load().(string) })()
-	for tried := 0; ; tried++ {
-		c, err := dialOne(ctx, list[tried%len(list)], max(1, min(attemptTimeout, time.Until(end))), with)
+	for tried := 0; ; {
+		var c *Client
+		if list != nil { // else err says why the file has not been read: a scheduler moves the lighthouse
+			c, err = dialOne(ctx, list[tried%len(list)], max(1, min(attemptTimeout, time.Until(end))), with)
+			tried++
+		}
 		if err != nil {
 			last.Store(rpc.Message(err))
 		}
@@ -57,20 +69,20 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, with r
 		switch {
 		case err == nil:
 			return c, nil
-		case ctx.Err() != nil, invalid && tried == 0: // a setting is wrong, so that no attempt can succeed
+		case ctx.Err() != nil, invalid && tried == 1: // a setting is wrong, so that no attempt can succeed
 			return nil, err
 		case time.Now().After(end):
 			return nil, status.Errorf(codes.Unavailable,
 				"could not connect to a lighthouse at %s: timed out after %s: %s",
 				addr, connectTimeout, rpc.Message(err))
-		case invalid: // the first attempt has read all files, so one of them is being replaced
+		case invalid: // a file is being replaced: the first attempt has read all but that of the addresses
 			select {
 			case <-time.After(rpc.RetryBackoff.Most):
 			case <-ctx.Done():
 			}
 		}
-		if read, err := rpc.ParseAddresses("lighthouse address", addr); err == nil {
-			list = read
+		if now, unread := read(); unread == nil || list == nil {
+			list, err = now, unread
 		}
 	}
 }

@@ -370,6 +370,17 @@ func TestAMemberGoesWhereAFormerLeaderSendsIt(t *testing.T) {
 	})
 }
 
+// dialing is a network that calls dialed before each dial.
+type dialing struct {
+	rpc.Network
+	dialed func()
+}
+
+func (d dialing) Dial(ctx context.Context, address string) (net.Conn, error) {
+	d.dialed()
+	return d.Network.Dial(ctx, address)
+}
+
 // A scheduler starts the lighthouse again on another host, and writes its address into the file that all groups
 // read.
 func TestTheFileOfALighthouseIsReadAgain(t *testing.T) {
@@ -398,10 +409,19 @@ func TestTheFileOfALighthouseIsReadAgain(t *testing.T) {
 				assert.Less(t, time.Since(began), 15*time.Second)
 				assert.Contains(t, c.visits(), "b of 1")
 
-				moved("http://a:1") // one that joins meets the former address first
-				time.AfterFunc(20*time.Second, func() { moved("http://b:1") })
-				joined, err := lighthouses.Dial(t.Context(), file, time.Minute,
-					rpc.Dialing{Network: c.net.Host("n")})
+				// one that joins meets the former address first, or none
+				for _, before := range []func(){func() { moved("http://a:1") }, func() { moved("") },
+					func() { require.NoError(t, os.Remove(file)) }} {
+					before()
+					time.AfterFunc(20*time.Second, func() { moved("http://b:1") })
+					joined, err := lighthouses.Dial(t.Context(), file, time.Minute,
+						rpc.Dialing{Network: c.net.Host("n")})
+					require.NoError(t, err)
+					require.NoError(t, joined.Close())
+				}
+				removing := dialing{c.net.Host("n"), func() { _ = os.Remove(file) }}
+				joined, err := lighthouses.Join(t.Context(), file, "late", time.Minute,
+					rpc.Dialing{Network: removing})
 				require.NoError(t, err)
 				require.NoError(t, joined.Close())
 			})

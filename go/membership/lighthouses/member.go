@@ -72,8 +72,8 @@ func Join(
 		return nil, err
 	}
 	list, err := rpc.ParseAddresses("lighthouse address", addresses)
-	if err != nil { // a file that Dial has read
-		return nil, errors.Join(status.Error(codes.InvalidArgument, err.Error()), first.Close())
+	if err != nil { // a file that Dial has read, and that is being replaced
+		list = []string{first.addr}
 	}
 	first.of = len(list)
 	m := &Member{

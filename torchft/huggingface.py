@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback  # pyrefly: ignore[missing-import]
+from transformers.trainer_callback import ExportableState  # pyrefly: ignore[missing-import]
 
 from torchft.job import Job, JobLoader, JobStep
 
@@ -39,7 +40,10 @@ class TorchftTrainer(Trainer):
     Raises:
         ValueError: for what would train differently in another number of groups, or is torchft's part:
             ``gradient_accumulation_steps``, ``dataloader_drop_last``, a schedule that follows a metric,
-            ``resume_from_checkpoint``, FSDP, DeepSpeed, several ranks in a group, or data without a length.
+            ``resume_from_checkpoint``, FSDP, DeepSpeed, several ranks in a group, or data without a length;
+            and for what a group that heals would do at other steps: ``eval_strategy="epoch"``,
+            ``save_strategy`` "epoch" or "best", ``load_best_model_at_end``, and callbacks with a state, such
+            as EarlyStoppingCallback.
     """
 
     job: Job
@@ -55,12 +59,19 @@ class TorchftTrainer(Trainer):
         self.add_callback(_Counters(self))
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        own = self.args
+        own, callbacks = self.args, self.callback_handler.callbacks
+        kept = [type(each).__name__ for each in callbacks if isinstance(each, ExportableState)]
+        # A group that heals or resumes begins its own epochs in the middle of the others'.
+        chosen = {name: str(getattr(own, name).value) for name in ("eval_strategy", "save_strategy")}
+        uneven = [f"{name}={value!r}" for name, value in chosen.items() if value not in ("no", "steps")]
         for wrong, what in (
             (resume_from_checkpoint, "resume_from_checkpoint: job={'checkpoint_dir': ...} resumes"),
             (own.gradient_accumulation_steps != 1, "gradient_accumulation_steps: choose global_batch_size"),
             (own.dataloader_drop_last, "dataloader_drop_last: each sample counts once an epoch"),
             (own.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"), "a schedule that follows a metric"),
+            (kept, f"callbacks with a state, which would not heal: {kept}; max_steps ends a job"),
+            (own.load_best_model_at_end, "load_best_model_at_end: which one is best would not heal"),
+            (uneven, f"{', '.join(uneven)}: allowed are 'no' and 'steps'"),
             (self.is_fsdp_enabled or self.is_deepspeed_enabled, "FSDP or DeepSpeed: use torchft.Job"),
             (self.accelerator.num_processes != 1, "several ranks in a group: each process is a group"),
             (isinstance(self.train_dataset, IterableDataset), "data without a length: use torchft.Job"),
@@ -137,7 +148,8 @@ class _Epoch:
         trainer = self._trainer
         if trainer._steps is None:
             trainer._steps = trainer._begin()
-        for step in trainer._steps:
+        # With the checkpoint of the last step there is none.
+        for step in trainer._steps if trainer.job.step < trainer.state.max_steps else ():
             yield {"step": step}
         trainer.control.should_training_stop = True
 
@@ -161,7 +173,7 @@ class _Counters(TrainerCallback):
         if job._loader.at_end:
             next(steps, None)  # after the last checkpoint, it leaves the job
         else:
-            job.shutdown()
+            steps._leave()
 
 
 def _nothing(*args: Any) -> None:

@@ -1,5 +1,4 @@
-"""A training job as one object: it makes the parts of torchft from the environment, and keeps the rules of a
-loop.
+"""A training job as one object: the parts of torchft, made from the environment, and the rules of a loop.
 
     job = torchft.Job()
     model, optimizer = job.prepare(net, adam)
@@ -8,8 +7,7 @@ loop.
             step.backward(criterion(model(batch[0]), batch[1]))
         step.commit()
 
-It decides nothing by itself: each line here can be written with the published names, as in
-docs/training_loops.md.
+It decides nothing: each line here can be written with the published names, as in docs/training_loops.md.
 """
 
 from __future__ import annotations
@@ -333,17 +331,15 @@ class JobLoader(Iterator["JobStep"]):
     def __next__(self) -> JobStep:
         job = self._job
         if self._last is not None and not self._last.ended:
-            error = RuntimeError(
-                f"step {job.step + 1} has begun and was not ended: call step.commit() once, after its batches"
-            )
+            error = RuntimeError(f"step {job.step + 1} was not ended: call step.commit() after its batches")
             job.manager.report_error(error)  # the other groups must not wait for this one
             raise error
         if self._last is not None and self._last.counted:
-            # with what the loop has changed since, say an average
-            job._checkpoints.save(job._checkpoint, last=self._loader.at_end)
+            job._checkpoints.save(job._checkpoint, last=self._loader.at_end)  # with what the loop did since
         try:
             step = next(self._loader)
         except StopIteration:
+            self._last = None  # it is saved
             job._checkpoints.end()
             job.shutdown()
             raise
@@ -357,6 +353,13 @@ class JobLoader(Iterator["JobStep"]):
         job._losses.zero_grad()
         self._last = JobStep(job, step)
         return self._last
+
+    def _leave(self) -> None:
+        """Ends the loop here, at the same step in all groups, after the checkpoint of that step."""
+        if self._last is not None and self._last.counted:
+            self._job._checkpoints.save(self._job._checkpoint, last=True)
+            self._job._checkpoints.end()
+        self._job.shutdown()
 
 
 class JobStep:

@@ -7,16 +7,19 @@ trainer.fit(module, DataLoader(dataset, batch_size=32, shuffle=True))
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any, Optional
 
 import torch
 from lightning.pytorch import LightningModule, Trainer  # pyrefly: ignore[missing-import]
 from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator  # pyrefly: ignore[missing-import]
+from lightning.pytorch.callbacks import Callback, Checkpoint  # pyrefly: ignore[missing-import]
 from lightning.pytorch.strategies import SingleDeviceStrategy  # pyrefly: ignore[missing-import]
 from lightning.pytorch.trainer import call  # pyrefly: ignore[missing-import]
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
+from torchft._manager import signals
 from torchft.job import Job, JobLoader, JobStep
 
 # What the samples are trained on is decided by the job; the rest of a DataLoader's settings is kept.
@@ -43,7 +46,9 @@ class TorchftStrategy(SingleDeviceStrategy):
     Raises:
         ValueError: by ``Trainer.fit``, for what would train differently in another number of groups:
             ``accumulate_grad_batches``, ``limit_train_batches``, a sampler, ``drop_last``, a schedule that
-            follows a metric, ``ckpt_path``, manual optimization, or several ranks in a group.
+            follows a metric, ``ckpt_path``, manual optimization, or several ranks in a group; and for
+            callbacks with a state, such as EarlyStopping, that their ``setup`` has not given to
+            ``trainer.strategy.job.state(name, callback)``.
     """
 
     strategy_name = "torchft"
@@ -74,15 +79,15 @@ class TorchftStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         if not trainer.training and trainer.state.fn != "fit":
             return
-        module, plateau = (
-            self.lightning_module,
-            [each.reduce_on_plateau for each in self.lr_scheduler_configs],
-        )
+        module = self.lightning_module
+        plateau = [each.reduce_on_plateau for each in self.lr_scheduler_configs]
+        own = [type(each).__name__ for each in trainer.callbacks if self._keeps_state(each)]
         for wrong, what in (
             (not module.automatic_optimization, "manual optimization: call step.commit() of a torchft.Job"),
             (trainer.accumulate_grad_batches != 1, "accumulate_grad_batches: choose global_batch_size"),
             (trainer.limit_train_batches != 1.0, "limit_train_batches: choose max_steps or max_epochs"),
             (any(plateau), "a schedule that follows a metric: groups would have different learning rates"),
+            (own, f"callbacks with a state, which would not heal: {own}; give it to strategy.job.state()"),
             (trainer.ckpt_path is not None, "ckpt_path: TorchftStrategy(checkpoint_dir=...) resumes"),
         ):
             if wrong:
@@ -96,6 +101,11 @@ class TorchftStrategy(SingleDeviceStrategy):
         # The loader clears gradients, before the forward pass. Schedules step in Lightning's order.
         module.optimizer_zero_grad = _nothing
         module.lr_scheduler_step = self._unless_lost(module.lr_scheduler_step)
+
+    def _keeps_state(self, callback: Callback) -> bool:
+        """Whether a callback has a state that heals with nothing, unless it only saves."""
+        none = type(callback).state_dict is Callback.state_dict or isinstance(callback, Checkpoint)
+        return not none and all(each is not callback for each in self.job._others.values())
 
     def _unless_lost(self, step: Callable[..., None]) -> Callable[..., None]:
         def stepped(*args: Any) -> None:
@@ -126,7 +136,7 @@ class TorchftStrategy(SingleDeviceStrategy):
         )
         assert self.job._loader is not None
         self._length = len(self.job._loader) // epochs
-        return _Epoch(self._steps, self._length, trainer)
+        return _Epoch(self.job, self._steps, self._length, trainer)
 
     def batch_to_device(
         self, batch: Any, device: Optional[torch.device] = None, dataloader_idx: int = 0
@@ -189,13 +199,20 @@ class TorchftStrategy(SingleDeviceStrategy):
             self.job.step - 1
         )
 
+    def on_train_start(self) -> None:
+        """Puts back the job's handler of SIGTERM: Lightning's would end the process, in place of a drain."""
+        connector = self.lightning_module.trainer._signal_connector
+        if signal.SIGTERM in signals.installed() and signal.SIGTERM in connector._original_handlers:
+            # and Lightning does not put it back after the job has removed it
+            signal.signal(signal.SIGTERM, connector._original_handlers.pop(signal.SIGTERM))
+
     def on_train_end(self) -> None:
         """Leaves the job, after its last checkpoint."""
         assert self.job._loader is not None and self._steps is not None
         if self.job._loader.at_end:
             next(self._steps, None)
         else:
-            self.job.shutdown()
+            self._steps._leave()
 
     def teardown(self) -> None:
         for name in ("optimizer_zero_grad", "lr_scheduler_step"):
@@ -206,14 +223,15 @@ class TorchftStrategy(SingleDeviceStrategy):
 class _Epoch:
     """The steps of a job. The Trainer takes those of an epoch, by its counters, and then begins anew."""
 
-    def __init__(self, steps: JobLoader, length: int, trainer: Trainer) -> None:
-        self._steps, self._length, self._trainer = steps, length, trainer
+    def __init__(self, job: Job, steps: JobLoader, length: int, trainer: Trainer) -> None:
+        self._job, self._steps, self._length, self._trainer = job, steps, length, trainer
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[JobStep]:
-        yield from self._steps
+        if not 0 <= self._trainer.max_steps <= self._job.step:  # with the checkpoint of the last step
+            yield from self._steps
         self._trainer.should_stop = True  # the job has ended, or this group was drained
 
 

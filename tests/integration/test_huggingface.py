@@ -84,6 +84,7 @@ class Script:
     folder: Path
     start_with: int = 1
     max_steps: int = -1
+    job: dict[str, Any] = field(default_factory=dict)  # further settings
     # Called before a step, by (group, committed steps); True ends the script as a crash.
     events: dict[tuple[int, int], Callable[[Rank], bool]] = field(default_factory=dict)
     # of each step that the Trainer counts, by group: the step, the epochs, and the learning rate after it
@@ -129,7 +130,7 @@ class Script:
             arguments,
             train_dataset=samples(),
             global_batch_size=BATCH,
-            job={"manager": rank.start_manager()},
+            job={"manager": rank.start_manager(), **self.job},
             callbacks=[],
         )
         trainer.add_callback(Watch())  # behind the Trainer's own
@@ -192,21 +193,46 @@ def test_groups_end_at_the_same_step(tmp_path: Path) -> None:
     assert [seen[1] for seen in script.seen[0]] == [step / 4 for step in range(1, 7)]
 
 
+def test_the_last_of_max_steps_has_a_checkpoint_which_a_script_that_runs_again_ends_with(
+    tmp_path: Path,
+) -> None:
+    script = Script("fp32", tmp_path, max_steps=6, job={"checkpoint_dir": tmp_path, "checkpoint_every": 4})
+    with Cluster() as cluster:
+        (first,) = results(cluster.start(script, 0))
+        assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-4", "step-6"]
+        (again,) = results(cluster.start(script, 1))
+    assert first is not None and again is not None and torch.equal(first[0], again[0])
+    assert len(script.seen[0]) == 6 and 1 not in script.seen
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps: choose global_batch_size"),
         ({"dataloader_drop_last": True}, "each sample counts once an epoch"),
+        ({"eval_strategy": "epoch"}, "eval_strategy='epoch': allowed are 'no' and 'steps'"),
+        ({"save_strategy": "epoch"}, "save_strategy='epoch': allowed are 'no' and 'steps'"),
+        ({"save_strategy": "best", "metric_for_best_model": "loss"}, "save_strategy='best': allowed are"),
+        (
+            {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2},
+            "load_best_model_at_end",
+        ),
+        ({}, r"callbacks with a state, which would not heal: \['EarlyStoppingCallback'\]; max_steps ends"),
     ],
 )
 def test_what_depends_on_the_number_of_groups_is_refused(
     setting: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    from transformers import TrainingArguments
+    from transformers import EarlyStoppingCallback, TrainingArguments
 
     from torchft.huggingface import TorchftTrainer
 
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **setting)
-    trainer = TorchftTrainer(copy.deepcopy(_NET), arguments, train_dataset=samples(), global_batch_size=BATCH)
+    data = samples()
+    trainer = TorchftTrainer(
+        copy.deepcopy(_NET), arguments, train_dataset=data, eval_dataset=data, global_batch_size=BATCH
+    )
+    if not setting:
+        trainer.add_callback(EarlyStoppingCallback())
     with pytest.raises(ValueError, match=message):
         trainer.train()

@@ -372,7 +372,7 @@ def body(name: str) -> Callable[[JobStep, nn.Module], None]:
 @pytest.mark.parametrize(
     ("mistake", "error", "text"),
     [
-        ("never ended", RuntimeError, r"step 1 has begun and was not ended: call step.commit\(\)"),
+        ("never ended", RuntimeError, r"step 1 was not ended: call step.commit\(\)"),
         ("backward outside", RuntimeError, "belongs into `for batch in step`"),
         ("no backward", RuntimeError, r"a batch had no backward pass: call step.backward\(loss\)"),
         ("None", TypeError, "loss is None: it has to be a tensor of one element"),

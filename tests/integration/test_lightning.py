@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Optional
 
 import pytest
@@ -13,9 +15,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from upstream import client_path
+from waiting import wait_for
 
 from tests.integration.cluster import Cluster, Gate, Rank, results
+from torchft.coordination import LighthouseServer
 from torchft.data.position import DataPlan, DataPosition
+from torchft.launch.group import ReplicaGroup
 
 # A test installs Lightning. test_job.py checks the same promises of the Job that the strategy drives.
 pytestmark = [
@@ -24,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # Lightning's own
 ]
 SAMPLES, EPOCHS, BATCH, UNIT, STEPS = 60, 4, 16, 4, 16
+SIGTERM = Path(__file__).parents[1] / "process" / "lightning_script.py"
 _NET = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
@@ -75,6 +81,7 @@ class Script:
     precision: str = "32-true"
     start_with: int = 1
     max_steps: int = -1
+    job: dict[str, Any] = field(default_factory=dict)  # further settings
     # Called before a step, by (group, committed steps); True ends the script as a crash.
     events: dict[tuple[int, int], Callable[[Rank], bool]] = field(default_factory=dict)
     # of each committed step, by group: the step, the epoch, its batch, and the learning rate after it
@@ -110,6 +117,17 @@ class Script:
                 return {"optimizer": adam, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
         class Watch(lightning.Callback):
+            steps = 0
+
+            def setup(self, trainer: Any, module: Any, stage: str) -> None:
+                trainer.strategy.job.state("watch", self)
+
+            def state_dict(self) -> dict[str, Any]:
+                return {"steps": self.steps}
+
+            def load_state_dict(self, state: dict[str, Any]) -> None:
+                self.steps = state["steps"]
+
             def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
                 event = script.events.pop((rank.group, trainer.global_step), None)
                 if event is not None and event(rank):
@@ -120,6 +138,8 @@ class Script:
             ) -> None:
                 rate = trainer.optimizers[0].param_groups[0]["lr"]
                 if batch.counted:
+                    self.steps += 1
+                    assert self.steps == trainer.global_step
                     assert outputs["loss"].isfinite()
                     now = (trainer.global_step, trainer.current_epoch, batch_idx, rate)
                     script.seen.setdefault(rank.group, []).append(now)
@@ -129,7 +149,7 @@ class Script:
         trainer = lightning.Trainer(
             accelerator="cpu",
             devices=1,
-            strategy=TorchftStrategy(global_batch_size=BATCH, manager=rank.start_manager()),
+            strategy=TorchftStrategy(global_batch_size=BATCH, manager=rank.start_manager(), **self.job),
             max_epochs=EPOCHS if self.max_steps < 0 else None,
             max_steps=self.max_steps,
             gradient_clip_val=0.5,
@@ -199,11 +219,47 @@ def test_groups_end_at_the_same_step() -> None:
     assert script.seen[0] == script.seen[1]
 
 
+def test_the_last_of_max_steps_has_a_checkpoint_which_a_script_that_runs_again_ends_with(
+    tmp_path: Path,
+) -> None:
+    script = Script(max_steps=6, job={"checkpoint_dir": tmp_path, "checkpoint_every": 4})
+    with Cluster() as cluster:
+        (first,) = results(cluster.start(script, 0))
+        assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-4", "step-6"]
+        (again,) = results(cluster.start(script, 1))
+    assert first is not None and again is not None and torch.equal(first[0], again[0])
+    assert len(script.seen[0]) == 6 and 1 not in script.seen
+
+
+def test_sigterm_drains_the_group_and_lightnings_handler_does_not_end_it(tmp_path: Path) -> None:
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
+    group = ReplicaGroup(0, 1, [str(SIGTERM), str(client_path("lightning"))], tmp_path / "0.log")
+    try:
+        group.start(lighthouse.address())
+        wait_for(lambda: group.status is not None, "the end", seconds=300)
+    finally:
+        group.kill()
+        lighthouse.shutdown()
+    log = group.log.read_text()
+    assert group.status == 0, log
+    assert re.search("behind fit: drained after step [34]$", log, re.MULTILINE), log
+
+
 @pytest.mark.parametrize(
     ("trainer", "data", "message"),
     [
         ({"accumulate_grad_batches": 2}, {}, "does not take accumulate_grad_batches"),
         ({"limit_train_batches": 3}, {}, "does not take limit_train_batches"),
+        (
+            {"max_time": "00:01:00:00"},
+            {},
+            r"callbacks with a state, which would not heal: \['Timer'\]",
+        ),
+        (
+            {"stops": True},
+            {},
+            r"callbacks with a state, which would not heal: \['EarlyStopping'\]; give it to",
+        ),
         ({}, {"drop_last": True}, "each sample counts once an epoch"),
         ({}, {"sampler": [1, 0]}, "without a sampler of its own"),
     ],
@@ -227,7 +283,10 @@ def test_what_depends_on_the_number_of_groups_is_refused(
     def loop(rank: Rank) -> None:
         strategy = TorchftStrategy(global_batch_size=BATCH, manager=rank.start_manager())
         quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        made = lightning.Trainer(accelerator="cpu", devices=1, strategy=strategy, **quiet, **trainer)
+        given = dict(trainer)
+        if given.pop("stops", False):
+            given["callbacks"] = [lightning.pytorch.callbacks.EarlyStopping("loss")]
+        made = lightning.Trainer(accelerator="cpu", devices=1, strategy=strategy, **quiet, **given)
         with pytest.raises(ValueError, match=message):
             made.fit(Module(), DataLoader(samples(), batch_size=UNIT, **data))
 

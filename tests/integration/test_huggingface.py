@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ _NET = Net()
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(client_path("transformers"))])
+    importlib.import_module("torchft.huggingface")  # which may take longer than groups wait for each other
 
 
 def samples() -> list[dict[str, torch.Tensor]]:

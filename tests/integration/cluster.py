@@ -204,3 +204,21 @@ class Gate:
     def wait(self) -> None:
         if not self._event.wait(80):
             raise TimeoutError("the gate was not opened within 80 s")
+
+
+def crash_and_wait() -> tuple[Gate, Callable[[Rank], bool], Callable[[Rank], bool]]:
+    """Two events of a script, of which the first ends its group as a failure does, and opens the gate; the
+    second holds a group until another one is in the quorum, or asks to join.
+    """
+    gate = Gate()
+
+    def crash(rank: Rank) -> bool:
+        rank.crash()
+        gate.open()
+        return True
+
+    def wait(rank: Rank) -> bool:
+        rank.cluster.wait_for_another()
+        return False
+
+    return gate, crash, wait

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from upstream import client_path
 
-from tests.integration.cluster import Cluster, Gate, Rank, results
+from tests.integration.cluster import Cluster, Rank, crash_and_wait, results
 from torchft.data.position import DataPlan, DataPosition
 
 # A test installs Transformers. test_job.py checks the same promises of the Job that the Trainer drives.
@@ -151,17 +151,7 @@ class Script:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_group_is_killed_and_heals(precision: str, tmp_path: Path) -> None:
-    killed = Gate()
-
-    def crash(rank: Rank) -> bool:
-        rank.crash()
-        killed.open()
-        return True
-
-    def wait(rank: Rank) -> bool:
-        rank.cluster.wait_for_another()
-        return False
-
+    killed, crash, wait = crash_and_wait()
     alone = Script(precision, tmp_path)
     with Cluster() as cluster:
         (expected,) = results(cluster.start(alone, 0))

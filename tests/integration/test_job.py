@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import IterableDataset, TensorDataset
 
 import torchft
-from tests.integration.cluster import Cluster, Gate, Rank, results
+from tests.integration.cluster import Cluster, Gate, Rank, crash_and_wait, results
 from torchft._job.parameters import average_in_group, check_scaler, is_stage, reduce_plain
 from torchft._security import RUN_ENV
 from torchft.data.position import DataPlan, DataPosition
@@ -118,17 +118,7 @@ def test_groups_end_with_the_weights_and_the_losses_of_one_process() -> None:
 
 @pytest.mark.parametrize(("heal", "replay"), [("at_once", True), ("in_passing", False), ("in_passing", True)])
 def test_a_group_that_fails_and_returns_changes_no_weight(heal: str, replay: bool) -> None:
-    returned = Gate()
-
-    def crash(rank: Rank) -> bool:
-        rank.crash()
-        returned.open()
-        return True
-
-    def wait(rank: Rank) -> bool:
-        rank.cluster.wait_for_another()
-        return False
-
+    returned, crash, wait = crash_and_wait()
     settings = {"heal": heal, "replay_failed_step": replay}
     loop = Loop(settings=settings, start_with=2, events={(1, 2): crash, (0, 5): wait})
     with Cluster(min_replicas=1) as cluster:
@@ -146,7 +136,7 @@ def test_a_group_that_fails_and_returns_changes_no_weight(heal: str, replay: boo
 
 @pytest.mark.parametrize("feature", ["activation checkpointing", "autocast"])
 def test_features_of_pytorch_survive_a_failure(feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    returned = Gate()
+    returned, crash, wait = crash_and_wait()
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -160,15 +150,6 @@ def test_features_of_pytorch_survive_a_failure(feature: str, monkeypatch: pytest
                 assert made.dtype == torch.bfloat16
                 return made.double()
             return checkpoint(self.layers, x, use_reentrant=False)
-
-    def crash(rank: Rank) -> bool:
-        rank.crash()
-        returned.open()
-        return True
-
-    def wait(rank: Rank) -> bool:
-        rank.cluster.wait_for_another()
-        return False
 
     def net_of(made: nn.Module) -> Callable[[], Any]:
         def of() -> Any:

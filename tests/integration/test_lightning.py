@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from upstream import client_path
 from waiting import wait_for
 
-from tests.integration.cluster import Cluster, Gate, Rank, results
+from tests.integration.cluster import Cluster, Rank, crash_and_wait, results
 from torchft.coordination import LighthouseServer
 from torchft.data.position import DataPlan, DataPosition
 from torchft.launch.group import ReplicaGroup
@@ -172,17 +172,7 @@ class Script:
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 def test_a_group_is_killed_and_heals(precision: str) -> None:
-    killed = Gate()
-
-    def crash(rank: Rank) -> bool:
-        rank.crash()
-        killed.open()
-        return True
-
-    def wait(rank: Rank) -> bool:
-        rank.cluster.wait_for_another()
-        return False
-
+    killed, crash, wait = crash_and_wait()
     alone = Script(precision)
     with Cluster() as cluster:
         (expected,) = results(cluster.start(alone, 0))

@@ -155,7 +155,7 @@ class _Epoch:
 
 
 class _Counters(TrainerCallback):
-    """What the Trainer counts itself, and a group that heals has not counted; and the end of the job."""
+    """Sets the Trainer's epoch to the job's, also in a group that heals; ends the job after the training."""
 
     def __init__(self, trainer: TorchftTrainer) -> None:
         self._trainer = trainer

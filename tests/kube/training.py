@@ -100,7 +100,7 @@ class Training:
         return sorted(self.plane.pods(LIGHTHOUSES), key=lambda pod: pod["metadata"]["name"])
 
     def status(self) -> dict[str, Any]:
-        """What the leader shows; an empty dict: none answers."""
+        """The status of the leading lighthouse; empty if none answers."""
         return self._ask("/status") or {}
 
     def leader(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Training:
         return wait_for(what, holds, seconds, self.shown)
 
     def shown(self) -> str:
-        """What there is, for an error."""
+        """The state of the pods and lighthouses, for the text of an error."""
         pods = self.plane.kubectl("get", "nodes,jobs,pods", "-o", "wide")
         ends = [f"{p.parent.name}: ...{p.read_text(errors='replace')[-1500:]}" for p in self._logs()]
         return "\n".join([pods, str(self.status()), *ends])

@@ -333,7 +333,7 @@ class Chaos:
         return self._http().get("/status")
 
     def _member(self, group: int) -> dict[str, Any]:
-        """What the lighthouse shows of the live group with this number."""
+        """The lighthouse's status of the live group with this number."""
         (found,) = (
             member
             for member in self._status()["members"]

@@ -1,4 +1,4 @@
-"""What Slurm does to a job that trains: its lighthouse, its groups and their nodes end in all ways.
+"""A job that trains in Slurm, while its lighthouse, its groups or their nodes end, in each possible way.
 
 The tests play one after the other on one job, so that PyTorch's start is waited for once.
 """

@@ -15,7 +15,7 @@ WRITTEN = "torchft_skipped_units.jsonl"  # in the working directory
 
 
 class SkippedUnits:
-    """What a quorum names, as units of a plan.
+    """The units of a plan that the quorum of a step names.
 
     Attributes:
         enabled: whether this job leaves out units at all.

@@ -7,6 +7,7 @@ import (
 	"google.golang.org/grpc/stats"
 
 	"github.com/torchft/torchft/go/round"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // connection is one client's connection, with the ranks that made calls on it. The server's lock guards it.
@@ -96,11 +97,14 @@ func (s *Server) expectWithinGrace(groupRank int64) {
 	})
 }
 
-// lighthouseReached repeats the reports of disconnected ranks: this lighthouse may not have received them,
-// because the stream was broken at that time, or another lighthouse served then. Without its report, a
-// lighthouse keeps a group whose manager server answers, and the other groups would wait for a rank that has
-// failed. A repeated report does no harm: the lighthouse ignores it if the group has a pending request.
+// lighthouseReached repeats the reports of disconnected ranks and of a broken collective: this lighthouse may
+// not have received them, because the stream was broken at that time, or another lighthouse served then.
+// Without its report, a lighthouse keeps a group whose manager server answers, and the other groups would wait
+// for a rank that has failed; and a leader would wait for the heartbeats of a member that failed together with
+// the former leader. A repeated report does no harm: the lighthouse ignores it if the group has a pending
+// request, or the collective was of another quorum.
 func (s *Server) lighthouseReached() {
+	s.reportSuspected()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for groupRank := range s.presence.disconnected {
@@ -108,6 +112,15 @@ func (s *Server) lighthouseReached() {
 	}
 	if !s.closed {
 		s.step(round.Reached{})
+	}
+}
+
+// reportSuspected reports the last broken collective, if there was one.
+func (s *Server) reportSuspected() {
+	if last := s.suspected.Load(); last != nil {
+		s.membership.Report(&torchftpb.MemberMessage{
+			Message: &torchftpb.MemberMessage_Suspected{Suspected: last},
+		})
 	}
 }
 

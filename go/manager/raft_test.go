@@ -80,6 +80,26 @@ func TestANewLeaderContinuesFromTheLog(t *testing.T) {
 	})
 }
 
+// The reports of broken collectives, which the failed leader has not received, reach the next one: a member
+// that fails together with the leader is missed as soon as one that fails alone.
+func TestANewLeaderHearsWhichMembersFailedWithTheFormerOne(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l, groups := agreeing(t, "a", "b", "d")
+		before := round(t, 7, groups...)
+		l.Kill(l.Leader())
+		groups[2].Host(-1).Kill()
+		start := time.Now()
+		for i, g := range groups[:2] {
+			fttest.Suspect(g.Ranks[0], before[i].QuorumID, "")
+		}
+		time.Sleep(100 * time.Millisecond) // as a rank, which aborts its collectives first
+		for _, got := range round(t, 8, groups[:2]...) {
+			assert.Equal(t, []string{"a", "b"}, got.ReplicaIDs)
+		}
+		assert.Less(t, time.Since(start), 2500*time.Millisecond)
+	})
+}
+
 // Without a majority the job waits, says why, and goes on when the majority is back.
 func TestWithoutAMajorityTheJobWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

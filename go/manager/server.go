@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -32,6 +33,8 @@ type Server struct {
 	notices    membership.Broadcast
 	pool       rpc.Pool // sends the answers to all ranks
 	unregister func()   // ends the direct calls of ranks in this process (direct.go)
+
+	suspected atomic.Pointer[torchftpb.PeerSuspected] // the last broken collective that a rank has reported
 
 	mu       sync.Mutex
 	machine  *round.Machine

@@ -118,9 +118,8 @@ func (o *openSession) take(req *torchftpb.RankRequest) bool {
 func (s *Server) report(from *connection, req *torchftpb.RankRequest) bool {
 	switch r := req.GetRequest().(type) {
 	case *torchftpb.RankRequest_Suspected:
-		s.membership.Report(&torchftpb.MemberMessage{
-			Message: &torchftpb.MemberMessage_Suspected{Suspected: r.Suspected},
-		})
+		s.suspected.Store(r.Suspected)
+		s.reportSuspected()
 	case *torchftpb.RankRequest_Hello:
 		s.present(from, r.Hello)
 	case *torchftpb.RankRequest_Healing:

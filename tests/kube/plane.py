@@ -210,6 +210,10 @@ class Plane:
     def wake(self, node: str) -> None:
         self._signal(self._processes[node].pid, signal.SIGCONT)
 
+    def kill_pod(self, name: str) -> None:
+        """SIGKILL for the processes of a pod."""
+        self._signal(self._container(name), signal.SIGKILL)
+
     def hang_pod(self, name: str) -> None:
         """The processes of a pod hang; its node does not."""
         self._signal(self._container(name), signal.SIGSTOP)

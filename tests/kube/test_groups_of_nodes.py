@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.kube, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 def test_a_pod_of_a_group_is_replaced(plane: Plane, train: Callable[..., Training], tmp_path: Path) -> None:
     authority, (_, secret) = page("operating", "Security")[0], page("kubernetes", "Security")
-    script = f"{authority}\ncd ..\n{secret}".replace("training", "default")
+    script = f"{authority}\n{secret}".replace("training", "default")
     command = ["sh", "-e", "-c", script]
     made = subprocess.run(command, cwd=tmp_path, env=plane.env, capture_output=True, text=True, timeout=120)
     assert made.returncode == 0, made.stderr

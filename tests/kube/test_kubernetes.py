@@ -35,12 +35,11 @@ def test_the_node_of_the_leader_is_lost(plane: Plane, train: Train) -> None:
     node = node_of(leader)
     groups = [index for index in range(3) if node_of(job.pod(index)) == node]
     if not groups:  # so that the lighthouses have something to decide
-        plane.kubectl("cordon", *[other for other in plane.nodes if other != node])
-        plane.kubectl("delete", "pod", job.pod(0)["metadata"]["name"], "--wait=false")
-        job.until("group on the leader's node", lambda: node_of_running(job, 0) == node)
-        plane.kubectl("uncordon", *plane.nodes)
-        job.trains(3, now())
+        move(job, 0, [other for other in plane.nodes if other != node])
         groups = [0]
+    elif len(groups) == 3:  # so that one trains on
+        move(job, groups.pop(), [node])
+    job.trains(3, now())
     lost = now()
     plane.lose(node)
     job.trains(3 - len(groups), lost)
@@ -58,6 +57,35 @@ def test_the_node_of_the_leader_is_lost(plane: Plane, train: Train) -> None:
     print(
         f"a lighthouse with an empty directory has a vote {now() - deleted:.1f} s after `kubectl delete node`"
     )
+
+
+def test_the_leader_is_lost_while_a_group_is_killed(plane: Plane, train: Train) -> None:
+    """No node of a group is lost: 5 s without a sign of life are not part of the pause."""
+    job = train(3, "100000")
+    job.trains(3, 0.0)
+    node = node_of(job.leader())
+    for index in range(3):
+        if node_of(job.pod(index)) == node:
+            move(job, index, [node])
+    job.trains(3, now())
+    assert node_of(job.leader()) == node
+    lost = now()
+    plane.lose(node)
+    plane.kill_pod(job.pod(0)["metadata"]["name"])
+    job.trains(2, lost)
+    pause = job.longest_pause(lost - 1, now())
+    print(f"the leader is lost, a group killed: the longest time without a commit {pause:.2f} s")
+    assert pause < within(3.0)
+    job.trains(3, now())
+    assert job.lost_steps() == []
+
+
+def move(job: Training, index: int, away_from: list[str]) -> None:
+    """Lets a group run on another node than these."""
+    job.plane.kubectl("cordon", *away_from)
+    job.plane.kubectl("delete", "pod", job.pod(index)["metadata"]["name"], "--wait=false")
+    job.until("group on another node", lambda: node_of_running(job, index) not in ["", *away_from])
+    job.plane.kubectl("uncordon", *away_from)
 
 
 def node_of_running(job: Training, index: int) -> str:

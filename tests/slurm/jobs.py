@@ -16,6 +16,7 @@ ENDLESS = "100000"  # steps
 RANK = r"^[^ ]*python[^ ]* -u [^ ]*(steps|train_ddp)\.py"  # the command line of a rank
 # PyTorch's start on a machine whose processors are all busy.
 START_S = 600.0
+ENDED = {"COMPLETED", "FAILED"}
 
 
 class Job:
@@ -75,7 +76,12 @@ class Job:
         return self.cluster.nodes[self.cluster.jobs()[id][1]]
 
     def wait_for_state(self, id: str, state: str, seconds: float = START_S) -> float:
-        return wait_for(f"{id} is {state}", lambda: self.state(id) == state, seconds)
+        def reached() -> bool:
+            now = self.state(id)
+            assert not {now, state} <= ENDED or now == state, f"{id} is {now}, expected: {state}"
+            return now == state
+
+        return wait_for(f"{id} is {state}", reached, seconds)
 
     def output(self, number: int) -> str:
         """What a group has printed, in all of its lives."""

@@ -50,7 +50,7 @@ def test_the_rank_that_fails_first_decides(job: Job) -> None:
 
 def test_a_script_that_fails_behind_its_loop_fails_its_element(job: Job) -> None:
     """As `torchft run` shows it: the group comes back late in its second start."""
-    job.start_lighthouse()
+    job.start_lighthouse(min_replicas=2)  # neither is done before the other has begun
     job.start_groups("0-1", STEPS, "40", "1")
     job.wait_for_state(job.groups[0], "COMPLETED")
     took = job.wait_for_state(job.groups[1], "FAILED")

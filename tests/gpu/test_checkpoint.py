@@ -50,12 +50,13 @@ def test_a_state_on_the_device_arrives(num_chunks: int, make: type[HTTPTransport
         assert torch.equal(theirs.cpu(), mine.cpu()), name
 
 
-@pytest.mark.parametrize(("make", "blocks"), [(InUpstreamFormat, 2), (HTTPTransport[Any], 4)])
-def test_two_page_locked_blocks_are_enough_for_any_state(
-    monkeypatch: pytest.MonkeyPatch, make: type[HTTPTransport[Any]], blocks: int
+@pytest.mark.parametrize("make", [InUpstreamFormat, HTTPTransport[Any]])
+def test_page_locked_memory_is_of_small_blocks_for_any_state(
+    monkeypatch: pytest.MonkeyPatch, make: type[HTTPTransport[Any]]
 ) -> None:
-    """Two blocks at the source, and two at the target unless it reads the upstream format."""
-    monkeypatch.setattr(staging, "_free", {})
+    sizes: list[int] = []
+    page_locked = staging.page_locked
+    monkeypatch.setattr(staging, "page_locked", lambda nbytes: sizes.append(nbytes) or page_locked(nbytes))
     state = {"w": torch.arange(5 * staging.BLOCK // 8 + 3, device=DEVICE)}
     source, target = make(TIMEOUT, 0), HTTPTransport[Any](TIMEOUT, 0)
     try:
@@ -68,8 +69,7 @@ def test_two_page_locked_blocks_are_enough_for_any_state(
     finally:
         source.shutdown()
         target.shutdown()
-    kept = staging._free["cuda"]
-    assert len(kept) == blocks and all(block.is_pinned() for block in kept)
+    assert sizes and max(sizes) <= staging.BLOCK
 
 
 def test_tensors_on_the_device_are_received_in_place(caplog: pytest.LogCaptureFixture) -> None:
@@ -102,18 +102,14 @@ def test_tensors_on_the_device_are_received_in_place(caplog: pytest.LogCaptureFi
     assert "digest " in caplog.text
 
 
-def test_close_waits_for_a_copy_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`close` returns only after the device has copied the data that a reader waits for."""
+def test_the_end_of_a_reader_waits_for_a_copy_in_progress() -> None:
     source = torch.arange(4 * staging.BLOCK, device=DEVICE, dtype=torch.int32).to(torch.uint8)
-    expected = source.cpu()
-    torch.cuda.synchronize()
-    staged = staging.Staged(source, staging.StreamCopies(DEVICE))
-    reader = staged.read(0)
-    got = [next(reader).clone()]
-    staged.close()
-    source.fill_(7)
-    got += [piece.clone() for piece in reader]
-    assert torch.equal(torch.cat(got), expected[: 2 * staging.BLOCK])
+    expected = source[: staging.BLOCK].cpu()
+    copies = staging.StreamCopies(DEVICE)
+    reader = copies.in_blocks(source)
+    got = next(reader).clone()
+    reader.close()
+    assert copies._stream.query() and torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -91,7 +91,6 @@ def device(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[O
     for module in (staged_receive, offer, transfer, staging):
         if hasattr(module, "copies_for"):
             monkeypatch.setattr(module, "copies_for", lambda kind: Observed if kind == "late" else None)
-    monkeypatch.setattr(staging, "_free", {})
     monkeypatch.setattr(staging, "BLOCK", BLOCK)
     yield Observed
     for each in Observed.made:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from tests.late import load
 from torchft.checkpointing.memory.staging import StreamCopies
+from torchft.utils import DeviceEvent, get_stream_context
 
 _late = load()
 
@@ -37,7 +37,7 @@ class Observed(StreamCopies):
         self.blocks += 1
         return super().block(nbytes).fill_(255)  # data that is read too early is wrong
 
-    def start(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+    def start(self, target: torch.Tensor, source: torch.Tensor) -> DeviceEvent:
         self.check(target, source)
         with self._lock:
             self.under_way += 1
@@ -49,9 +49,8 @@ class Observed(StreamCopies):
         _late.enqueue(self.gate.acquire if late is None else lambda: time.sleep(late), self._stream)
         super().start(target, source)
         _late.enqueue(lambda: self._end(nbytes), self._stream)
-        ended: Any = torch.Event("late")
-        ended.record(self._stream)
-        return ended.synchronize
+        with get_stream_context(self._stream):
+            return DeviceEvent([self._device])
 
     def _end(self, nbytes: int) -> None:
         with self._lock:

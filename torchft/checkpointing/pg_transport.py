@@ -24,7 +24,6 @@ from torchft.checkpointing.client.target import CPU, TargetState
 from torchft.checkpointing.codec.handshake import Structure, parse_structure, read_frame
 from torchft.checkpointing.codec.stream import storage_bytes, tensor_memory
 from torchft.checkpointing.memory.host import HostMemory, flat_storage
-from torchft.checkpointing.memory.staging import Unloading, copies_for
 from torchft.checkpointing.source.checkpoint import Checkpoint
 from torchft.checkpointing.transport import (
     CheckpointError,
@@ -45,8 +44,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # Bytes of the largest message, the same on both ends. A tensor that is not received in place is received
-# through one buffer of this size or, into host memory, two of them: the only device memory that a transfer
-# allocates.
+# through one buffer of this size: the only device memory that a transfer allocates.
 _PIECE = 32 << 20
 _LEAST_PIECE = 256 << 10
 _PIECES = 64
@@ -264,7 +262,6 @@ class _Channel:
         self.deadline = Deadline(self.timeout.total_seconds(), self.of_progress)
         self._piece = _LEAST_PIECE
         self._stage: Optional[torch.Tensor] = None
-        self._unloading: Optional[Unloading] = None
         self._left: Optional[deque[int]] = None  # bytes of the regions still to come; None: not known
         self._devices = [] if self.device.type == "cpu" else [self.device]
         # The end of each piece in progress, and its bytes.
@@ -274,7 +271,7 @@ class _Channel:
     def announced(self, sizes: List[int]) -> None:
         """Takes over the sizes. A small state is cut into smaller pieces, which take little memory."""
         self._piece = min(_PIECE, max(_LEAST_PIECE, sum(sizes) // _PIECES))
-        self._stage = self._unloading = None
+        self._stage = None
         self._left = deque(sizes)
 
     def send(self, flat: torch.Tensor) -> None:
@@ -286,20 +283,13 @@ class _Channel:
 
     def recv(self, flat: torch.Tensor) -> None:
         """Receives into a flat tensor of bytes, which is complete after `wait`."""
-        unloads = flat.is_cpu and copies_for(self.device.type) is not None
         for piece in flat.split(self._piece) if flat.numel() else ():
-            if self._is_here(flat):
-                here = piece
-            elif unloads:
-                here = self._unloaded(piece)
-            else:
-                here = self._staged(piece.numel())
+            here = piece if self._is_here(flat) else self._staged(piece.numel())
             self._start([partial(self.pg.recv, [here], self.ranks[0], _TAG)])
-            if unloads and self._unloading is not None:
-                self._unloading.start()
-            elif here is not piece:
-                piece.copy_(here)
             self._mark(piece.numel())
+            if here is not piece:
+                self._wait(ahead=0)  # the copy to the host waits for the device without a deadline
+                piece.copy_(here)
         if self._left:
             self._left.popleft()
 
@@ -308,20 +298,6 @@ class _Channel:
         self.recv(flat)
         self.wait()
         return bytes(tensor_memory(flat))
-
-    def _unloaded(self, piece: torch.Tensor) -> torch.Tensor:
-        """Memory on the device for a piece that is copied to the host while the next one is received."""
-        if self._unloading is None:
-            try:
-                self._unloading = Unloading(self.device, self._piece)
-            except (RuntimeError, MemoryError) as error:
-                raise CheckpointError(
-                    f"{self.what}: no memory for two buffers of {self._piece} bytes on {self.device} and "
-                    "the host"
-                ) from error
-        self._wait(ahead=1)
-        self._ended(self._unloading.ready_for(piece, self.deadline.left))
-        return self._unloading.stage
 
     def discard(self) -> bool:
         """Receives and drops the rest, so that the other end does not wait; False if that is impossible."""
@@ -388,8 +364,6 @@ class _Channel:
             CheckpointError: the group was aborted in the meantime, so the received data is undefined
         """
         self._wait(ahead=0)
-        if self._unloading is not None:
-            self._ended(self._unloading.finish(self.deadline.left))
         if self._devices and (error := self.error()) is not None:
             raise CheckpointError(f"{self.what}: {error}") from error
 
@@ -401,16 +375,13 @@ class _Channel:
     def _wait(self, ahead: int) -> None:
         """Waits until at most `ahead` pieces are in progress. Each one that ends moves the deadline."""
         while self._queued and (len(self._queued) > ahead or self._queued[0][0].reached()):
-            self._ended(self._queued[0][0].wait(self.deadline.left))
+            if not self._queued[0][0].wait(self.deadline.left):
+                self._left = None  # nothing can be received behind a piece that does not end
+                raise self.timed_out(": the device has not ended it")
             _, nbytes = self._queued.popleft()
             self.deadline.arrived()
             if self.progress is not None:
                 self.progress.count(nbytes)
-
-    def _ended(self, in_time: bool) -> None:
-        if not in_time:
-            self._left = None  # nothing can be received behind a piece that does not end
-            raise self.timed_out(": the device has not ended it")
 
 
 class Pairs:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from contextlib import ExitStack
 from typing import Any, Callable, Dict, Mapping, Optional, Sequence
 
 import torch
@@ -13,7 +12,7 @@ import torch.utils._pytree as pytree
 
 from torchft.checkpointing.codec.encoding import Path, is_dtensor, with_flags
 from torchft.checkpointing.codec.layout import local_part, same_memory, tensors_by_path
-from torchft.checkpointing.memory.staging import Uploads, copies_for
+from torchft.checkpointing.memory.staging import Uploads
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class TargetState:
         if not self.devices:
             return state
         own = self.own()
-        buffers = BufferMap(own, self.devices)
+        buffers, uploads = BufferMap(own, self.devices), Uploads(timeout)
 
         def settled(at: Sequence[object], leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
@@ -96,8 +95,10 @@ class TargetState:
                 uploads.copy(local_part(mine), local_part(leaf))
             return mine
 
-        with torch.no_grad(), _Uploads(timeout) as uploads:
-            return pytree.tree_map_with_path(settled, state)
+        with torch.no_grad():
+            state = pytree.tree_map_with_path(settled, state)
+            uploads.finish()
+            return state
 
 
 class BufferMap:
@@ -124,33 +125,13 @@ class BufferMap:
         return alike[0] if len(alike) == 1 else CPU
 
 
-class _Uploads(ExitStack):
-    """Copies to any devices, which have the data at the end of the context."""
-
-    def __init__(self, timeout: float) -> None:
-        super().__init__()
-        self._timeout = timeout
-        self._by_device: Dict[torch.device, Uploads] = {}
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if not target.is_contiguous() or not source.is_cpu or copies_for(target.device.type) is None:
-            target.copy_(source)
-            return
-        uploads = self._by_device.get(target.device)
-        if uploads is None:
-            uploads = self._by_device[target.device] = self.enter_context(
-                Uploads(target.device, self._timeout)
-            )
-        uploads.copy(target, source)
-
-
 def _alike(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     """Whether one tensor can be filled with the content of the other."""
     a, b = local_part(mine), local_part(theirs)
     return is_dtensor(mine) == is_dtensor(theirs) and a.shape == b.shape and a.dtype == b.dtype
 
 
-def _moved(tensor: torch.Tensor, device: torch.device, uploads: _Uploads) -> torch.Tensor:
+def _moved(tensor: torch.Tensor, device: torch.device, uploads: Uploads) -> torch.Tensor:
     """Copies the tensor to new memory on a device."""
     flags = tensor.requires_grad + 2 * isinstance(tensor, torch.nn.Parameter)
     local = local_part(tensor)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import math
 from itertools import accumulate
 from typing import Dict, List, Sequence
 
 import torch
 
 from torchft.checkpointing.memory import staging
-from torchft.checkpointing.memory.staging import StreamCopies, Wait, copies_for, two_blocks
+from torchft.checkpointing.memory.staging import StreamCopies, copies_for
 from torchft.checkpointing.native.core import NativeFetch
 from torchft.checkpointing.transport import CheckpointError
+from torchft.utils import DeviceEvent
 
 
 class StagedReceive:
@@ -29,8 +30,7 @@ class StagedReceive:
         self.window = max(1, staging.BLOCK // block_size)  # blocks of the network
         self._nbytes = self.window * block_size
         self._at: Dict[int, torch.Tensor] = {}  # open windows
-        self._under_way: List[Wait] = []
-        self._until_closed = ExitStack()
+        self._under_way: List[DeviceEvent] = []
         self._free: List[torch.Tensor] = []
         # Created after the memory, so that copies come after the work that used this memory before.
         self._copies: Dict[torch.device, StreamCopies] = {}
@@ -38,9 +38,9 @@ class StagedReceive:
             kind = copies_for(device.type)
             assert kind is not None  # because is_staged(region)
             self._copies[device] = kind(device)
-        for device, copies in list(self._copies.items())[:1]:
+        for copies in list(self._copies.values())[:1]:
             try:
-                self._free = self._until_closed.enter_context(two_blocks(device.type, copies, self._nbytes))
+                self._free = [copies.block(self._nbytes) for _ in range(2)]
             except (RuntimeError, MemoryError) as error:
                 raise CheckpointError(
                     f"{what}: no memory for blocks of {self._nbytes} bytes: {error}"
@@ -48,7 +48,7 @@ class StagedReceive:
 
     def begin(self, fetch: NativeFetch) -> None:
         """Opens the first windows."""
-        self._open(fetch, list(self._free))
+        self._open(fetch, self._free)
 
     def take(self, fetch: NativeFetch, windows: List[int]) -> None:
         """Copies full windows to the device, and opens the next ones. CheckpointError: the device failed."""
@@ -77,13 +77,12 @@ class StagedReceive:
 
     def _wait(self) -> None:
         while self._under_way:
-            self._under_way[0]()
+            self._under_way[0].wait(math.inf)
             del self._under_way[0]
 
     def close(self) -> None:
         """Waits for the copies. Once the fetch has ended too, nothing writes to the device memory."""
         self._wait()
-        self._until_closed.close()
 
 
 def is_staged(region: torch.Tensor) -> bool:

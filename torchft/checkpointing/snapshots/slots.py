@@ -48,7 +48,7 @@ from torchft.checkpointing.codec.digest import digest_bytes
 from torchft.checkpointing.codec.encoding import Encoded, Replace, decode
 from torchft.checkpointing.codec.stream import storage_bytes, tensor_memory
 from torchft.checkpointing.memory.host import HostMemory
-from torchft.checkpointing.memory.staging import Staged, copies_for
+from torchft.checkpointing.memory.staging import StreamCopies, copies_for
 from torchft.checkpointing.snapshots.shares import Share, deal
 
 SLOTS = ("0", "1")
@@ -535,20 +535,13 @@ def write(
     held = [share is None or share.has(part) for part in parts]
     devices = {flat.device for flat, has in zip(flats, held) if has}
     copies = {device: kind(device) for device in devices if (kind := copies_for(device.type)) is not None}
-    sources = [
-        _Source(
-            flat,
-            Staged(flat, copies[flat.device]) if has and flat.device in copies and flat.numel() else None,
-            has,
-        )
-        for flat, has in zip(flats, held)
-    ]
+    sources = [_Source(flat, copies.get(flat.device), has) for flat, has in zip(flats, held)]
     return _written(path, header, encoded, sources, holds)
 
 
 class _Source(NamedTuple):
     flat: torch.Tensor  # a region
-    staged: Optional[Staged]  # how it is read on a device
+    copies: Optional[StreamCopies]  # how it is read on a device
     has: bool  # whether it is written
 
 
@@ -561,9 +554,6 @@ def _written(
             yield from _write(file, header, encoded, sources, holds)
         finally:
             os.close(file)
-            for source in sources:
-                if source.staged is not None:
-                    source.staged.close(wait=False)
     except OSError as error:
         if error.errno in _FULL:
             with suppress(OSError):
@@ -581,11 +571,11 @@ def _write(
     put(file, bytes(PAGE), 0)
     yield PAGE
     table, offset = [], PAGE
-    for flat, staged, has in sources:
+    for flat, copies, has in sources:
         region = Region(offset, flat.numel(), [] if has else None, str(flat.device))
         table.append(region)
         if region.digests is not None:
-            for piece in _pieces(flat, staged):
+            for piece in _pieces(flat, copies):
                 put(file, tensor_memory(piece), offset)
                 region.digests.append(_digest(piece))
                 offset += piece.numel()
@@ -635,12 +625,14 @@ def _end(
     yield PAGE
 
 
-def _pieces(flat: torch.Tensor, staged: Optional[Staged]) -> Iterator[torch.Tensor]:
+def _pieces(flat: torch.Tensor, copies: Optional[StreamCopies]) -> Iterator[torch.Tensor]:
     """Yields the pieces of a region in host memory, each valid until the next."""
-    if staged is None:  # in host memory, or on a device of a type whose copies wait on the host
-        yield from (piece.cpu() for piece in flat.split(PIECE) if flat.numel())
+    if flat.numel() == 0:
         return
-    for block in staged.read(0):  # of a multiple of 16 MiB, but the last
+    if copies is None:  # in host memory, or on a device of a type whose copies wait on the host
+        yield from (piece.cpu() for piece in flat.split(PIECE))
+        return
+    for block in copies.in_blocks(flat):  # of a multiple of 16 MiB, but the last
         yield from block.split(PIECE)
 
 

@@ -15,7 +15,7 @@ from torchft.checkpointing.codec.encoding import is_dtensor, is_plain, with_flag
 from torchft.checkpointing.codec.stream import Pickled, storage_bytes, tensor_memory
 from torchft.checkpointing.memory.host import HostMemory
 from torchft.checkpointing.memory.reservation import Reservation
-from torchft.checkpointing.memory.staging import Staged, StreamCopies, copies_for
+from torchft.checkpointing.memory.staging import StreamCopies, copies_for
 from torchft.checkpointing.native.core import ON_DEVICE, Grant, NativeOffer, NativeServer
 from torchft.checkpointing.source.checkpoint import Checkpoint
 from torchft.checkpointing.source.pacer import Pacer
@@ -23,11 +23,9 @@ from torchft.utils import DeviceThread, current_device, use_device
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# Bytes sent by one call, without the GIL. Pieces of the caller's own memory are smaller: when the caller
-# needs its memory back, it waits until such a piece is sent. Device memory is sent in the blocks of
-# memory/staging.py.
-_COPY_PIECE = 32 << 20
-_DIRECT_PIECE = 4 << 20
+# Bytes sent by one call, without the GIL. When the caller needs its memory back, it waits until such a piece
+# is sent.
+_PIECE = 4 << 20
 # Bytes. Tensors of at most this size are copied at once, up to this total (5 ms).
 _SMALL_TENSOR = 1 << 20
 _SMALL_TENSORS = 16 << 20
@@ -98,14 +96,17 @@ class Offer:
         self.checkpoint = checkpoint
         self.room = room
         self.session = secrets.token_hex(8)  # lets a reconnecting target recognize the same bytes
+        storages = checkpoint.encoded.storages
+        flats = list(_small_copied([storage_bytes(storage) for storage in storages]))
+        # Created behind the copies of small tensors.
         copies: Dict[torch.device, Optional[StreamCopies]] = {}
-        self._blocks: Dict[int, _Block] = {}
-        for region, storage in enumerate(checkpoint.encoded.storages):
-            device = storage.device
-            if device not in copies:
-                kind = copies_for(device.type)
-                copies[device] = None if kind is None else kind(device)
-            self._blocks[storage._cdata] = _Block(region, storage, copies[device])
+        for device in {flat.device for flat in flats}:
+            kind = copies_for(device.type)
+            copies[device] = None if kind is None else kind(device)
+        self._blocks = {
+            storage._cdata: _Block(region, flat, copies[flat.device])
+            for region, (storage, flat) in enumerate(zip(storages, flats))
+        }
 
         self._device = current_device()
         self._cond = threading.Condition()
@@ -114,48 +115,16 @@ class Offer:
         self._sent = 0  # bytes of the upstream format
         # pieces being sent, each with the function that cuts its reader off
         self._direct: Dict[object, Callable[[], None]] = {}
-        self._failure = ""  # why the copy failed
+        self._failed = False  # whether the copy failed
         # Whether the owner may change the memory, once the work that still uses it has ended.
         self._closed = False
-        self._late = False  # whether `close` did not wait for a copy that was in progress
         self._copier: Optional[threading.Thread] = None
-        room_left, small = _SMALL_TENSORS, []
-        for block in self._blocks.values():
-            if block.nbytes <= min(room_left, _SMALL_TENSOR):
-                room_left -= block.nbytes
-                small.append(block)
-        self._copy(small)
 
     @property
     def served(self) -> int:
         """The bytes that were sent to targets so far."""
         with self._cond:
             return self._sent + sum(grant.served for grant in self._grants)
-
-    def _copy(self, blocks: List[_Block]) -> None:
-        try:
-            memory = HostMemory()
-            for block in blocks:
-                for _ in block.copy(memory, lambda: self._closed):
-                    with self._cond:
-                        self._announce_copy(block)
-                if self._closed:
-                    return
-        except Exception as error:
-            # Not raised in the training loop: readers are cut off when the offer is closed.
-            logger.warning("the state to send could not be copied: %s", error)
-            with self._cond:
-                self._failure = str(error)
-                for native in self._native_offers.values():
-                    native.copy_failed(self._failure)
-
-    def _stage(self, blocks: List[_Block]) -> None:
-        self._copy(blocks)
-        self._release_room()
-
-    def _release_room(self) -> None:
-        if self.room is not None:
-            self.room.release()
 
     def native(self, server: NativeServer, rest: bool = False) -> Optional[NativeOffer]:
         """The tensors that the native core may serve, for `rest` without those that have names; None if some
@@ -165,11 +134,12 @@ class Offer:
         with self._cond:
             blocks = list(self._blocks.values())
             needed = [block for block in blocks if block.nbytes and block.region not in named]
-            if any(not (block.on_host or self._may_stage(block)) for block in needed):
+            may_copy = self.room is not None and not self._failed
+            if any(not (block.flat.is_cpu or (block.copies is not None and may_copy)) for block in needed):
                 return None
             if rest not in self._native_offers:
                 regions = [(block.address, 0 if block.region in named else block.nbytes) for block in blocks]
-                native = self._native_offers[rest] = server.offer(regions, self.checkpoint)
+                native = self._native_offers[rest] = server.offer(regions, blocks)
                 for block in blocks:
                     self._announce_copy(block)
                 if self._closed:
@@ -191,27 +161,50 @@ class Offer:
                 # would keep reading the offer.
                 grant.end()
 
-    def _may_stage(self, block: _Block) -> bool:
-        return block.staged is not None and self.room is not None and not self._failure
-
     def want(self) -> None:
         """Starts the copy of tensors on a device, when a native target asks; on a thread of the server."""
         use_device(self._device)
         with self._cond:
-            away = [
-                block for block in self._blocks.values() if block.staged is not None and block.mine is None
-            ]
+            away = [block for block in self._blocks.values() if block.copies is not None and block.nbytes]
             # These are not needed for the rest.
             away.sort(key=lambda block: block.region in self.checkpoint.named)
             if away and self._copier is None and not self._closed:
-                self._copier = DeviceThread(target=self._stage, args=(away,), name="torchft-snapshot")
+                self._copier = DeviceThread(target=self._copy, args=(away,), name="torchft-snapshot")
                 self._copier.start()
+
+    def _copy(self, blocks: List[_Block]) -> None:
+        try:
+            memory = HostMemory()
+            for block in blocks:
+                assert block.copies is not None
+                copy = block.copy = memory.take(block.nbytes)
+                with closing(block.copies.in_blocks(block.flat)) as pieces:
+                    for piece in pieces:
+                        if self._closed:
+                            return
+                        end = block.ready + piece.numel()
+                        copy[block.ready : end].copy_(piece)
+                        with self._cond:
+                            block.ready = end
+                            self._announce_copy(block)
+        except Exception as error:
+            logger.warning("the state to send could not be copied: %s", error)
+            with self._cond:
+                self._failed = True
+                for native in self._native_offers.values():
+                    native.copy_failed(str(error))
+        finally:
+            self._release_room()
 
     def _announce_copy(self, block: _Block) -> None:
         for rest, native in self._native_offers.items():
             if block.ready and not (rest and block.region in self.checkpoint.named):
-                assert block.coming is not None
-                native.copied(block.region, block.coming, block.ready)
+                assert block.copy is not None
+                native.copied(block.region, block.copy, block.ready)
+
+    def _release_room(self) -> None:
+        if self.room is not None:
+            self.room.release()
 
     def read(
         self, stream: Pickled, cut_off: Callable[[], None], pacer: Pacer
@@ -224,48 +217,23 @@ class Offer:
                 `close`
 
         Raises:
-            ConnectionAbortedError: the offer was closed, and the rest is not copied
+            ConnectionAbortedError: the offer was closed
         """
         use_device(self._device)
         pacer.wait(len(stream.prefix))
         yield memoryview(stream.prefix)
         for storage in stream.storages:
-            if storage.nbytes() == 0:
-                continue
-            block = self._blocks.get(storage._cdata)
-            if block is None:  # the ranks of a DTensor's mesh: memory of the stream, which nobody changes
-                numbers = storage_bytes(storage)
-                pacer.wait(numbers.numel())
-                yield tensor_memory(numbers)
-                self._sent += numbers.numel()
-                continue
-            start = 0
-            if block.staged is not None and block.mine is None:
-                # device memory is in use only while a piece is copied, not while it is sent
-                for piece in block.staged.read(start):
-                    if self._late:
-                        raise ConnectionAbortedError(
-                            "the source has resumed training, and its state is not read yet"
-                        )
-                    for part in piece.split(min(piece.numel(), pacer.piece)):
-                        pacer.wait(part.numel())
-                        yield tensor_memory(part)
-                        self._sent += part.numel()
-                    start += piece.numel()
-            while start < block.nbytes:
-                largest = _DIRECT_PIECE if block.mine is None else _COPY_PIECE
-                end = min(start + min(largest, pacer.piece), block.nbytes)
-                pacer.wait(end - start)
-                with self._in_use(block, cut_off):
-                    yield tensor_memory(block.piece(start, end))
-                self._sent += end - start
-                start = end
+            # The ranks of a DTensor's mesh are memory of the stream.
+            block = self._blocks.get(storage._cdata) or _Block(-1, storage_bytes(storage), None)
+            for piece in block.flat.split(min(_PIECE, pacer.piece)) if block.nbytes else ():
+                pacer.wait(piece.numel())
+                with self._in_use(cut_off):
+                    here = block.on_host(piece)
+                    yield tensor_memory(here)
+                self._sent += piece.numel()
 
     @contextmanager
-    def _in_use(self, block: _Block, cut_off: Callable[[], None]) -> Iterator[None]:
-        if block.mine is not None:
-            yield
-            return
+    def _in_use(self, cut_off: Callable[[], None]) -> Iterator[None]:
         use = object()
         with self._cond:
             if self._closed:
@@ -288,13 +256,8 @@ class Offer:
         if copier is not None:
             copier.join(timeout)
         self._release_room()
-        late = copier is not None and copier.is_alive()
-        self._late = self._late or late  # each commit closes the offer again
         for native in natives:
             native.revoke(_PIECE_GRACE)
-        for block in self._blocks.values():
-            if block.staged is not None:
-                block.staged.close(wait=not self._late)  # a device that is late may hang
         with self._cond:
             if not self._cond.wait_for(lambda: not self._direct, _PIECE_GRACE):
                 logger.warning("%d slow reader(s) of the checkpoint cut off", len(self._direct))
@@ -304,7 +267,7 @@ class Offer:
                     raise TimeoutError(
                         "timed out: a reader of the checkpoint did not end when its connection was cut"
                     )
-        if late:
+        if copier is not None and copier.is_alive():
             raise TimeoutError(f"timed out: a copy of the state to send has not ended within {timeout:g} s")
 
     def take_copy(self) -> List[torch.Tensor]:
@@ -313,49 +276,44 @@ class Offer:
             for native in self._native_offers.values():
                 native.end()
             self._native_offers.clear()
-            taken = [block.coming for block in self._blocks.values() if block.coming is not None]
+            taken = [block.copy for block in self._blocks.values() if block.copy is not None]
             for block in self._blocks.values():
-                block.mine = block.coming = None
-                block.ready = 0
+                block.copy, block.ready = None, 0
             return taken
 
 
+def _small_copied(flats: List[torch.Tensor]) -> Iterator[torch.Tensor]:
+    left = _SMALL_TENSORS
+    for flat in flats:
+        if flat.numel() <= min(left, _SMALL_TENSOR):
+            left -= flat.numel()
+            try:
+                flat = flat.clone()
+            except RuntimeError as error:  # not raised in the training loop
+                logger.warning("a small tensor of the state to send could not be copied: %s", error)
+        yield flat
+
+
 class _Block:
-    """One storage of the state, and its copy if there is one."""
+    """The memory of one storage of the state, and its copy if there is one.
 
-    def __init__(self, region: int, storage: torch.UntypedStorage, copies: Optional[StreamCopies]) -> None:
-        self.region = region  # number of the storage in the state
-        self.nbytes = storage.nbytes()
-        self.mine: Optional[torch.Tensor] = None  # the copy, once it is complete
-        self.coming: Optional[torch.Tensor] = None  # the copy, also while it is incomplete
-        self.ready = 0  # bytes of the copy that are complete
-        self._source = storage_bytes(storage)
-        self.staged = Staged(self._source, copies) if copies is not None and self.nbytes else None
-        self.on_host = self.staged is None and storage.device.type == "cpu"
-        self.address = self._source.data_ptr() if self.on_host else ON_DEVICE
+    Attributes:
+        region: number of the storage in the state
+        flat: its bytes
+        copies: how they are copied from a device; None: they are in host memory, or on a device whose copies
+            wait on the host
+        copy: the copy in host memory of those on a device, of which the first `ready` bytes are complete
+    """
 
-    def copy(self, memory: HostMemory, closed: Callable[[], bool]) -> Iterator[None]:
-        """Copies the storage, and yields after each part. Ends early once the memory is returned."""
-        self.coming = mine = memory.take(self.nbytes)
-        if self.staged is None:
-            mine.copy_(self._source)
-            self.ready = self.nbytes
-        else:
-            with closing(self.staged.read(0)) as pieces:
-                for piece in pieces:
-                    if closed():
-                        return
-                    end = self.ready + piece.numel()
-                    mine[self.ready : end].copy_(piece)
-                    self.ready = end
-                    if end < self.nbytes:
-                        yield
-            if self.ready < self.nbytes:
-                return
-        self.mine = mine
-        yield
+    def __init__(self, region: int, flat: torch.Tensor, copies: Optional[StreamCopies]) -> None:
+        self.region = region
+        self.flat = flat
+        self.nbytes = flat.numel()
+        self.copies = copies
+        self.copy: Optional[torch.Tensor] = None
+        self.ready = 0
+        self.address = flat.data_ptr() if flat.is_cpu else ON_DEVICE
 
-    def piece(self, start: int, end: int) -> torch.Tensor:
-        """Returns bytes to be sent by one call, on the CPU."""
-        mine = self.mine
-        return mine[start:end] if mine is not None else self._source[start:end].cpu()
+    def on_host(self, piece: torch.Tensor) -> torch.Tensor:
+        """Returns some of its bytes in host memory."""
+        return piece.cpu() if self.copies is None else self.copies.to_host(piece)

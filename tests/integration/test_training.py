@@ -93,15 +93,15 @@ def test_up_to_date_groups_are_additional_sources(monkeypatch: pytest.MonkeyPatc
     """Each group that joins later is assigned one of two sources, and both serve a part of the state."""
     monkeypatch.setattr(sources, "_HELP_AFTER", 0.0)
     served: dict[int, int] = {}
-    receive_done = server._Handler._receive_done
+    await_end = server._Handler._await_end
 
-    def note(self: Any, grant: Any) -> bool:
+    def note(self: Any, grant: Any) -> None:
         try:
-            return receive_done(self, grant)
+            await_end(self, grant)
         finally:
             served[self.server.server_port] = grant.served
 
-    monkeypatch.setattr(server._Handler, "_receive_done", note)
+    monkeypatch.setattr(server._Handler, "_await_end", note)
     transports: list[HTTPTransport[Any]] = []
 
     def train(rank: Rank) -> int:

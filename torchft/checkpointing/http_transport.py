@@ -140,20 +140,20 @@ class HTTPTransport(CheckpointTransport[T]):
         except Unsendable as error:
             self._source.refuse(step, str(error))
             raise
-        self._publish(step, checkpoint, len(dst_ranks), Role.ASSIGNED)
+        self._publish(step, checkpoint, Role.ASSIGNED)
 
     def refuse_checkpoint(self, dst_ranks: List[int], step: int, reason: str, timeout: timedelta) -> None:
         self._source.refuse(step, reason)
 
     def help_checkpoint(self, step: int, state_dict: T) -> None:
         self._maker.check()
-        self._publish(step, Checkpoint(state_dict, self._num_chunks, self._names()), 0, Role.ADDITIONAL)
+        self._publish(step, Checkpoint(state_dict, self._num_chunks, self._names()), Role.ADDITIONAL)
 
-    def _publish(self, step: int, checkpoint: Checkpoint, receivers: int, role: Role) -> None:
+    def _publish(self, step: int, checkpoint: Checkpoint, role: Role) -> None:
         room: Optional[Reservation] = None
         with suppress(NoRoom):  # tensors on devices are then sent in the upstream format, without a copy
             room = reserve(checkpoint.nbytes_on_devices, share=2)
-        self._source.publish(step, checkpoint, receivers, role, room)
+        self._source.publish(step, checkpoint, role, room)
 
     def allow_checkpoint(self, step: int) -> None:
         """Offers the state of the last `send_checkpoint` again, as the state of `step`.

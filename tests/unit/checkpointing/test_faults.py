@@ -216,18 +216,19 @@ def test_the_control_connection_is_lost(source: Any, target: Any, wire: Any, mon
     through = wire()
     cut = threading.Event()
     handler = source._server.RequestHandlerClass
-    receive_done = handler._receive_done
+    await_end = handler._await_end
 
-    def cut_once(self: Any, grant: Any) -> bool:
+    def cut_once(self: Any, grant: Any) -> None:
         if cut.is_set():
-            return receive_done(self, grant)
+            await_end(self, grant)
+            return
         cut.set()
         deadline = time.monotonic() + 10
         while grant.served == 0:
             assert time.monotonic() < deadline
-        return False  # as if the connection had ended
+        # as if the connection had ended
 
-    monkeypatch.setattr(handler, "_receive_done", cut_once)
+    monkeypatch.setattr(handler, "_await_end", cut_once)
     assert_same(target.recv_checkpoint(0, through.metadata, 1, TIMEOUT), state)
     assert cut.is_set() and made == [1]
 

@@ -112,8 +112,6 @@ def receive_part(request: Request, checked: bool, memory: Memory) -> StatePart:
                 transfer = Transfer(ticket, [into], into, checked, request)
                 with closing(TransferProgress(what, logger)) as progress, closing(transfer):
                     transfer.run(answer, ticket, progress)
-            else:
-                answer.done(request.deadline)
             return StatePart(structure.tree, into)
     except CheckpointError:
         request.abandon.check(what)

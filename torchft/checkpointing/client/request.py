@@ -15,7 +15,6 @@ from typing import Any, Iterator, Optional, Sequence, Tuple
 from torchft.addresses import host_port
 from torchft.checkpointing.client.deadline import Deadline
 from torchft.checkpointing.codec.handshake import (
-    DONE,
     PROTOCOL,
     Garbled,
     Structure,
@@ -101,14 +100,6 @@ class Answer:
 
     def data_address(self, ticket: Ticket) -> str:
         return host_port(str(self.sock.getpeername()[0]), ticket.port)
-
-    def done(self, deadline: Deadline) -> None:
-        """Reports to the source that the transfer is complete, as the end of the connection does."""
-        self.sock.deadline = deadline.at
-        try:
-            self.sock.sendall(DONE)
-        except OSError as error:
-            logger.debug("the source did not hear that the transfer is done: %s", error)
 
 
 @dataclass

@@ -43,8 +43,8 @@ class Transfer:
         self._staged.begin(self._fetch)
 
     def run(self, answer: Answer, ticket: Ticket, progress: TransferProgress) -> FetchStatus:
-        """Fetches from a source until everything has arrived, and tells it so. SourceFailed: the source
-        failed; CheckpointError: the received data is wrong; TimeoutError: the deadline has passed.
+        """Fetches from a source until everything has arrived. SourceFailed: the source failed;
+        CheckpointError: the received data is wrong; TimeoutError: the deadline has passed.
         """
         what, deadline = self._request.what, self._request.deadline
         self._fetch.add(answer.data_address(ticket), ticket.secret)
@@ -64,7 +64,6 @@ class Transfer:
             if status.failure:
                 raise CheckpointError(f"{what}: {status.failure}")
             if status.done:
-                answer.done(deadline)
                 return status
             if not status.running:
                 raise SourceFailed(f"{what}: {'; '.join(dict.fromkeys(status.failed))}")

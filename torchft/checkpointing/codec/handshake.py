@@ -4,8 +4,7 @@ checkpoint.
 The target's request has the header `Upgrade: torchft-heal/1`. An upstream source ignores it and sends its
 stream. A source of torchft answers with status 101 and two frames of JSON: a ticket, with the port and the
 secret of the data connections, and the state's structure. The data is then sent on separate connections,
-while this one stays open: the target writes `done` on it when it has everything, and each side notices if the
-other ends.
+while this one stays open until the target has everything: each side notices if the other ends.
 
 A frame begins with magic bytes, its length and the CRC32 of its body, so that a damaged frame is detected.
 """
@@ -23,7 +22,6 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
 from torchft.checkpointing.transport import CheckpointError, Interrupted
 
 PROTOCOL = "torchft-heal/1"
-DONE = b"done\n"
 _MAGIC = b"tfth"
 _HEAD = struct.Struct("<4sII")
 _SECRET = re.compile("[0-9a-f]{32}")

@@ -7,14 +7,13 @@ that.
 
 from __future__ import annotations
 
-import collections
 import logging
 import threading
 import time
 from contextlib import contextmanager
-from typing import Counter, Iterator, List, Optional, Protocol, Tuple
+from typing import Iterator, List, Optional, Protocol, Tuple
 
-from torchft.checkpointing.codec.requests import FULL, METADATA, StatePart
+from torchft.checkpointing.codec.requests import StatePart
 from torchft.checkpointing.memory.reservation import Reservation
 from torchft.checkpointing.source.checkpoint import Checkpoint
 from torchft.checkpointing.source.offer import Offer
@@ -72,9 +71,7 @@ class Publisher:
         self._allowed = False
         self._closed = False
         self._readers = 0
-        self._receivers = 0
         self._role = Role.ASSIGNED
-        self._served: Counter[str] = collections.Counter()
         self._drop_at = float("inf")
         self._refused: Optional[Tuple[int, str]] = None  # a step without a state to send, and the reason
         self._retired: List[object] = []  # replaced offers, and copies, which `drop_old` frees
@@ -90,14 +87,12 @@ class Publisher:
         self,
         step: int,
         checkpoint: Checkpoint,
-        receivers: int,
         role: Role = Role.ASSIGNED,
         room: Optional[Reservation] = None,
     ) -> None:
         """Offers a checkpoint in place of the previous one.
 
         Args:
-            receivers: number of replica groups that will fetch it
             role: the role of this source. Readers of an additional source also read from the assigned one, so
                 `disallow` closes their connections at once
             room: the memory that is reserved for a copy of tensors on devices; None: there is no copy
@@ -108,7 +103,6 @@ class Publisher:
             last.close(self._keep)
         offer = Offer(checkpoint, room)
         with self._cond:
-            self._receivers = receivers
             self._role = role
             self._set_offer(step, offer)
 
@@ -218,7 +212,6 @@ class Publisher:
             self._retired.append(self._offer)
         self._offer = offer
         self._step = step
-        self._served.clear()
         self._allowed = True
         self._refused = None
         self._drop_at = float("inf")
@@ -227,10 +220,9 @@ class Publisher:
     def disallow(self, timeout: float) -> None:
         """Returns the tensors to the caller: after this call no reader uses them.
 
-        It waits at most `timeout` seconds until no reader is left or every receiver has the state, and only
-        as long as readers take data: a peer that hangs must not delay training on this replica group. An
-        additional source does not wait. Then the connections of readers that still use the tensors are
-        closed.
+        It waits at most `timeout` seconds until no reader is left, and only as long as readers take data: a
+        peer that hangs must not delay training on this replica group. An additional source does not wait.
+        Then the connections of readers that still use the tensors are closed.
 
         Raises:
             TimeoutError: the tensors are still in use; they must not be changed
@@ -250,12 +242,10 @@ class Publisher:
                 self._retired.append(copy)
 
     def _await_readers(self, offer: Offer, timeout: float) -> None:
-        def gone() -> bool:
-            # once all receivers have it, the remaining readers are other peers, which are not waited for
-            return self._readers == 0 or self._all_received(offer.checkpoint)
-
         deadline, before = time.monotonic() + timeout, -1
-        while not self._cond.wait_for(gone, min(_STUCK_SEC, deadline - time.monotonic())):
+        while not self._cond.wait_for(
+            lambda: self._readers == 0, min(_STUCK_SEC, deadline - time.monotonic())
+        ):
             served, before = before, offer.served
             if before == served or time.monotonic() >= deadline:
                 return
@@ -272,10 +262,6 @@ class Publisher:
             if not self._allowed and now >= self._drop_at:
                 unneeded.append(self._offer)
                 self._offer = None
-
-    def _all_received(self, checkpoint: Checkpoint) -> bool:
-        chunks = [self._served[str(i)] for i in range(checkpoint.num_chunks)]
-        return self._served[FULL] + (min(chunks) if chunks else 0) >= max(1, self._receivers)
 
     @contextmanager
     def reading(self, step: int, timeout: float) -> Iterator[Offer]:
@@ -324,13 +310,6 @@ class Publisher:
             raise WrongStep(f"invalid checkpoint requested: serving step {self._step} but got step={step}")
         assert self._offer is not None
         return self._offer
-
-    def count_served(self, offer: Offer, key: str) -> None:
-        """Notes that a peer has received a complete part of this checkpoint."""
-        with self._cond:
-            if offer is self._offer and key != METADATA:
-                self._served[key] += 1
-                self._cond.notify_all()
 
     def close(self, timeout: float) -> None:
         """Ends every wait and drops the checkpoint. A copy in progress ends within `timeout` seconds."""

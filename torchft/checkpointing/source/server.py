@@ -11,7 +11,7 @@ from contextlib import closing
 from http import HTTPStatus
 from typing import Optional
 
-from torchft.checkpointing.codec.handshake import DONE, PROTOCOL, Ticket, pack_structure
+from torchft.checkpointing.codec.handshake import PROTOCOL, Ticket, pack_structure
 from torchft.checkpointing.codec.requests import (
     DECISION,
     FULL,
@@ -117,8 +117,7 @@ class _Handler(_RequestHandler):
             self._extend_deadline()
             offer.want()
             with offer.granted(native) as grant:
-                if self._hand_over(native, grant, offer.session, checkpoint.structure_frame(rest)):
-                    self.server.source.count_served(offer, FULL)
+                self._hand_over(native, grant, offer.session, checkpoint.structure_frame(rest))
             return
         stream = checkpoint.stream(key)
         if stream is None:
@@ -146,10 +145,9 @@ class _Handler(_RequestHandler):
                 self._extend_deadline()
                 self.connection.sendall(piece)
         self.close_connection = closes
-        self.server.source.count_served(offer, key)
 
-    def _hand_over(self, native: core.NativeOffer, grant: core.Grant, session: str, structure: bytes) -> bool:
-        """Lets the native core serve this target to the end. Whether it has received everything."""
+    def _hand_over(self, native: core.NativeOffer, grant: core.Grant, session: str, structure: bytes) -> None:
+        """Lets the native core serve this target to the end."""
         self.close_connection = True  # after the upgrade it carries no further HTTP requests
         # Else the kernel holds back the frames until the peer acknowledges the headers, perhaps for 40 ms.
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -159,28 +157,21 @@ class _Handler(_RequestHandler):
         self.end_headers()
         ticket = Ticket(native.server.port, grant.secret, session, native.block_size)
         self.connection.sendall(ticket.frame() + structure)
-        return self._receive_done(grant)
+        self._await_end(grant)
 
-    def _receive_done(self, grant: core.Grant) -> bool:
-        """Whether the target reported that it has received everything. Otherwise its connection ended, or it
-        received no data for `wait_timeout`.
-        """
-        received, served = b"", -1
-        while len(received) < len(DONE):
+    def _await_end(self, grant: core.Grant) -> None:
+        """Waits until the target closes its connection, or has received no data for `wait_timeout`."""
+        served = -1
+        while True:
             self._extend_deadline()
             try:
-                # Not through rfile, which cannot be read again after a timeout. It holds no byte of DONE: the
-                # target sends that only after it has received everything.
-                more = self.connection.recv_into(buffer := bytearray(len(DONE) - len(received)))
+                # Not through rfile, which cannot be read again after a timeout.
+                self.connection.recv_into(bytearray(1))
+                return
             except TimeoutError:
                 before, served = served, grant.served
                 if served == before:
-                    return False
-                continue
-            if not more:
-                return False
-            received += buffer[:more]
-        return received == DONE
+                    return
 
     def _extend_deadline(self) -> None:
         self.connection.deadline = time.monotonic() + self.server.wait_timeout

@@ -32,7 +32,6 @@ from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing.client import sources
 from torchft.checkpointing.client.progress import TransferProgress, describe
 from torchft.checkpointing.codec import encoding
-from torchft.checkpointing.codec.handshake import DONE
 from torchft.checkpointing.codec.stream import read_object
 from torchft.checkpointing.codec.token import checkpoint_token
 from torchft.checkpointing.native import core
@@ -285,27 +284,21 @@ def test_several_groups_serve(make: Any, at_once: None, monkeypatch: pytest.Monk
     assigned, additional = make(bandwidth_limit=2 * MB), make()
     assigned.send_checkpoint([1], 1, {k: v.clone() for k, v in state.items()}, TIMEOUT)
     additional.help_checkpoint(1, {k: v.clone() for k, v in state.items()})
-    served: list[tuple[bool, int]] = []
+    served: list[int] = []
     handler = assigned._server.RequestHandlerClass
-    receive_done = handler._receive_done
+    await_end = handler._await_end
 
-    def note(self: Any, grant: Any) -> bool:
-        done = False
+    def note(self: Any, grant: Any) -> None:
         try:
-            done = receive_done(self, grant)
+            await_end(self, grant)
         finally:
-            served.append((done, grant.served))
-        return done
+            served.append(grant.served)
 
-    monkeypatch.setattr(handler, "_receive_done", note)
+    monkeypatch.setattr(handler, "_await_end", note)
     got = make().recv_checkpoint(0, assigned.metadata(), 1, TIMEOUT, additional_sources=[additional.metadata])
     assert_same(got, state)
     wait_until(lambda: len(served) == 2)
-    assert sorted(done for done, _ in served) == [
-        False,
-        True,
-    ]  # only the assigned source gets `done`
-    assert all(n > 0 for _, n in served) and sum(n for _, n in served) >= 16 * MB
+    assert all(n > 0 for n in served) and sum(served) >= 16 * MB
 
 
 def test_an_additional_source_takes_its_memory_back_at_once(make: Any, at_once: None) -> None:
@@ -390,16 +383,16 @@ def test_data_of_the_assigned_source_only_is_requested_again(
     grant = core.NativeOffer.grant
     monkeypatch.setattr(core.NativeOffer, "grant", lambda self: grants.append(grant(self)) or grants[-1])
     handler, cut = source._server.RequestHandlerClass, threading.Event()
-    receive_done = handler._receive_done
+    await_end = handler._await_end
 
-    def cut_once(self: Any, grant: Any) -> bool:
+    def cut_once(self: Any, grant: Any) -> None:
         if cut.is_set() or self.server is not source._server:
-            return receive_done(self, grant)
+            await_end(self, grant)
+            return
         cut.set()
-        wait_until(lambda: len(grants) == 2 and grants[1].served > MB)
-        return False  # as if the connection had ended
+        wait_until(lambda: len(grants) == 2 and grants[1].served > MB)  # as if the connection had ended
 
-    monkeypatch.setattr(handler, "_receive_done", cut_once)
+    monkeypatch.setattr(handler, "_await_end", cut_once)
     got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, additional_sources=[other.metadata])
     assert cut.is_set()
     assert_same(got, state)
@@ -481,20 +474,16 @@ def control() -> Iterator[tuple[Any, socket.socket]]:
 
 def test_a_transfer_may_take_longer_than_the_timeout_while_it_advances(control: Any) -> None:
     handler, target = control
-    grant = Served([1, 2, 3], then=lambda: target.sendall(DONE[:2]) or target.sendall(DONE[2:]))
-    assert handler._receive_done(grant)
+    ended = threading.Event()
+    grant = Served([1, 2, 3], then=lambda: ended.set() or target.shutdown(socket.SHUT_WR))
+    handler._await_end(grant)
+    assert ended.is_set()
 
 
 def test_a_transfer_that_does_not_advance_is_ended(control: Any) -> None:
-    assert not control[0]._receive_done(Served([1, 2, 2, 3]))
-
-
-@pytest.mark.parametrize("sent", [b"", DONE[:3], b"other"])
-def test_a_target_that_ended_has_not_received_everything(control: Any, sent: bytes) -> None:
-    handler, target = control
-    target.sendall(sent)
-    target.shutdown(socket.SHUT_WR)
-    assert not handler._receive_done(Served([1, 2]))
+    counts = [1, 2, 2, 3]
+    control[0]._await_end(Served(counts))
+    assert counts == [3]
 
 
 # Memory and threads

@@ -16,8 +16,8 @@ from torchft.checkpointing.source.publisher import Publisher, Unavailable
 
 def test_a_checkpoint_that_is_dropped_while_the_next_one_is_published() -> None:
     source = cleared_after_each_look(Publisher, "_offer")(keep=60)
-    source.publish(1, Checkpoint({"w": torch.zeros(1)}, 0), receivers=1)
-    source.publish(2, Checkpoint({"w": torch.ones(1)}, 0), receivers=1)
+    source.publish(1, Checkpoint({"w": torch.zeros(1)}, 0))
+    source.publish(2, Checkpoint({"w": torch.ones(1)}, 0))
     assert source._step == 2
     source.close(5)
 
@@ -34,7 +34,7 @@ def test_a_slow_state_function_delays_no_other_request() -> None:
             began.set()
             assert may_end.wait(60)
             order.append("read")
-            source.publish(7, Checkpoint({"w": torch.zeros(1)}, 0), receivers=1)
+            source.publish(7, Checkpoint({"w": torch.zeros(1)}, 0))
 
     def request() -> None:
         with source.reading(7, 60):

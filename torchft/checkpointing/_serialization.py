@@ -14,6 +14,7 @@ import datetime
 import pickle
 from typing import Any, Callable, List, Tuple, Union
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch.distributed._serialization import _Entry, _streaming_load, _streaming_save
@@ -65,10 +66,6 @@ def _structure_types() -> List[_Global]:
 
 def _numpy_types() -> List[_Global]:
     """Numpy's scalars and arrays: learning rates and random states are often of these types."""
-    try:
-        import numpy as np
-    except ImportError:
-        return []
     core = getattr(np, "_core", None) or np.core  # numpy 2 renamed it
     types: List[_Global] = [np.ndarray, np.dtype, core.multiarray.scalar, core.multiarray._reconstruct]
     for name in ("scalar", "_reconstruct"):

@@ -12,7 +12,7 @@ its own list of allowed types and the user's.
 | `["dtype", name]`, `["device", name]` | dtype and device of PyTorch |
 | `["T", region, dtype, offset, shape, strides, flags]` | a tensor; flags: 1 requires grad, 2 is a Parameter |
 | `["D", local tensor, spec, flags]` | a DTensor; spec: see `dtensor.py`, or a `P` if it cannot describe it |
-| `["n", dtype, shape, base64 or region]`, `["ns", dtype, base64]` | array and scalar of numpy |
+| `["n", dtype, shape or null, region]` | an array of numpy, or a scalar |
 | `["P", base64, [region, ...], type]` | a pickle, with its storages as regions |
 """
 
@@ -20,20 +20,18 @@ from __future__ import annotations
 
 import base64
 import collections
-import io
 import json
-import sys
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
+import numpy as np
 import torch
 
 from torchft.checkpointing.codec.dtensor import SpecDecoder, SpecEncoder
-from torchft.checkpointing.codec.stream import pickle_object, read_object
+from torchft.checkpointing.codec.stream import pickle_object, unpickle
 from torchft.checkpointing.transport import CheckpointError, Unsendable
 from torchft.utils import dtype_name
 
 _REQUIRES_GRAD, _PARAMETER = 1, 2
-_INLINE = 4096  # bytes; an array of at most this size is part of the structure
 _MAX_PLAIN_INT = 2**63
 
 Path = Tuple[str, ...]
@@ -108,18 +106,12 @@ class Encoded:
         return ["T", region, dtype, tensor.storage_offset(), list(tensor.shape), list(tensor.stride()), flags]
 
     def _encode_numpy(self, value: Any) -> Any:
-        np = sys.modules.get("numpy")
-        if np is None:
+        is_scalar = isinstance(value, np.generic)
+        if not (is_scalar or type(value) is np.ndarray) or value.dtype.kind not in _NUMPY_KINDS:
             return None
-        if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
-            return ["ns", value.dtype.str, _text(value.tobytes())]
-        if type(value) is np.ndarray and value.dtype.kind in _NUMPY_KINDS:
-            raw = value.tobytes()
-            if len(raw) <= _INLINE:
-                return ["n", value.dtype.str, list(value.shape), _text(raw)]
-            own = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-            return ["n", value.dtype.str, list(value.shape), self._region(own.untyped_storage())]
-        return None
+        own = torch.from_numpy(np.frombuffer(bytearray(value.tobytes()), dtype=np.uint8))
+        shape = None if is_scalar else list(value.shape)
+        return ["n", value.dtype.str, shape, self._region(own.untyped_storage())]
 
     def _pickle(self, value: object, path: Path) -> Any:
         try:
@@ -131,7 +123,7 @@ class Encoded:
             ) from error
         return [
             "P",
-            _text(pickled.prefix),
+            _text(pickled.structure),
             [self._region(s) for s in pickled.storages],
             _type_name(type(value)),
         ]
@@ -219,15 +211,18 @@ class _Decoder:
         return with_flags(DTensor(made, spec, requires_grad=False), flags)
 
     def _array(self, path: Path, node: List[Any]) -> Any:
-        _, dtype, shape, where = node
-        raw = _raw(where) if isinstance(where, str) else self._flats[_index(where)].numpy().tobytes()
-        return _numpy_values(dtype, raw).reshape(shape).copy()
+        _, name, shape, region = node
+        dtype = np.dtype(name) if isinstance(name, str) else None
+        if dtype is None or dtype.kind not in _NUMPY_KINDS:
+            raise ValueError(f"{name!r} is no plain dtype of numpy")
+        values = np.frombuffer(self._flats[_index(region)].numpy().tobytes(), dtype=dtype)
+        return values[0] if shape is None else values.reshape(shape).copy()
 
     def _pickled(self, path: Path, node: List[Any]) -> Any:
-        _, prefix, regions, kind = node
+        _, structure, regions, kind = node
         flats = [self._flats[_index(region)] for region in regions]
         what = f"{self._what}: {show_path(path)}, a {kind},"
-        return read_object(io.BytesIO(_raw(prefix)), what, storages=flats, trusted=self._trusted)  # type: ignore[arg-type]
+        return unpickle(_raw(structure), flats, what, self._trusted)
 
 
 _LEAVES = {"T": "_tensor", "D": "_dtensor", "n": "_array", "P": "_pickled"}
@@ -289,15 +284,6 @@ def _index(region: Any) -> int:
     return region
 
 
-def _numpy_values(name: str, raw: bytes) -> Any:
-    import numpy as np
-
-    dtype = np.dtype(name) if isinstance(name, str) else None
-    if dtype is None or dtype.kind not in _NUMPY_KINDS:
-        raise ValueError(f"{name!r} is no plain dtype of numpy")
-    return np.frombuffer(raw, dtype=dtype)
-
-
 def _type_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -317,5 +303,4 @@ _PLAIN: Dict[str, Callable[..., Any]] = {
     "b": _raw,
     "dtype": dtype_of,
     "device": torch.device,
-    "ns": lambda dtype, text: _numpy_values(dtype, _raw(text))[0],
 }

@@ -15,6 +15,7 @@ import io
 import pickle
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Callable, Dict, List, Optional, Protocol, Tuple
 
 import torch
@@ -58,8 +59,16 @@ def tensor_memory(flat: torch.Tensor) -> memoryview:
 class Pickled:
     """A pickled object without its storages."""
 
-    prefix: bytes  # everything on the wire up to the first storage
+    structure: bytes
     storages: List[torch.UntypedStorage]
+
+    @cached_property
+    def prefix(self) -> bytes:
+        """The stream up to the first storage."""
+        order = sys.byteorder.encode()
+        entries = [_Entry("data.pkl", False, len(self.structure)), _Entry("byteorder", False, len(order))]
+        entries += [_Entry(f"data/{i}", True, storage.nbytes()) for i, storage in enumerate(self.storages)]
+        return pickle.dumps(entries, protocol=_PROTOCOL) + self.structure + order
 
     @property
     def nbytes(self) -> int:
@@ -104,12 +113,7 @@ def pickle_object(obj: object) -> Pickled:
     data = io.BytesIO()
     pickler = _Pickler(data)
     pickler.dump(obj)
-    structure = data.getvalue()
-    order = sys.byteorder.encode()
-    storages = list(pickler.storages.values())
-    entries = [_Entry("data.pkl", False, len(structure)), _Entry("byteorder", False, len(order))]
-    entries += [_Entry(f"data/{i}", True, storage.nbytes()) for i, storage in enumerate(storages)]
-    return Pickled(pickle.dumps(entries, protocol=_PROTOCOL) + structure + order, storages)
+    return Pickled(data.getvalue(), list(pickler.storages.values()))
 
 
 @dataclass
@@ -139,8 +143,6 @@ def read_object(
     file: io.BufferedIOBase,
     what: str,
     size: Optional[int] = None,
-    storages: Optional[List[torch.Tensor]] = None,
-    trusted: bool = False,
     counter: Optional[ByteCounter] = None,
     home: Optional[Home] = None,
 ) -> Any:
@@ -149,8 +151,6 @@ def read_object(
     Args:
         file: file to read the stream from; its buffer serves the many small reads, large reads bypass it
         size: length of the stream in bytes, if it is known
-        storages: the storages in their order, if their content is not part of the stream
-        trusted: whether this process wrote the stream itself, so that it may hold any type
         counter: counts the bytes that the stream announces, and those that have arrived
         home: chooses the storage to receive into, given a storage and the name of its device at the source.
             Default: the given storage
@@ -173,14 +173,8 @@ def read_object(
     if counter is not None:
         counter.expect(announced)
     records, memory = _Records(), HostMemory()
-    given = None if storages is None else iter(storages)
     for entry in entries:
-        if entry.is_storage and given is not None:
-            flat = next(given, None)
-            if flat is None or flat.numel() != entry.length:
-                raise CheckpointError(f"{what} lacks the {entry.length} bytes of record {entry.key}")
-            records.storages[entry.key] = flat
-        elif entry.is_storage:
+        if entry.is_storage:
             flat = flat_storage(entry.length, what, torch.device("cpu"), memory)
             _fill(file, tensor_memory(flat), entry, what, counter)
             records.storages[entry.key] = flat
@@ -190,10 +184,22 @@ def read_object(
             records.data[entry.key] = bytes(data)
     if file.read(1):
         raise CheckpointError(f"{what} goes on after its last record")
-    return _make_object(records, what, trusted or pickle_allowed(), home)
+    return _make_object(records, what, home=home)
 
 
-def _make_object(records: _Records, what: str, any_type: bool, home: Optional[Home] = None) -> Any:
+def unpickle(structure: bytes, storages: List[torch.Tensor], what: str, trusted: bool) -> Any:
+    """The object of a `Pickled`. CheckpointError: it is malformed, or contains a type that is not allowed.
+
+    Args:
+        storages: as flat tensors of bytes
+        trusted: whether this process pickled it, so that it may hold any type
+    """
+    allow_checkpoint_types()
+    records = _Records({"data.pkl": structure}, {f"data/{i}": flat for i, flat in enumerate(storages)})
+    return _make_object(records, what, trusted)
+
+
+def _make_object(records: _Records, what: str, trusted: bool = False, home: Optional[Home] = None) -> Any:
     structure = records.data.get("data.pkl", b"")
     if b"torch.distributed.tensor" in structure:
         import torch.distributed.tensor  # noqa: F401  its import allows the parts of a DTensor
@@ -205,7 +211,7 @@ def _make_object(records: _Records, what: str, any_type: bool, home: Optional[Ho
         return placed
 
     try:
-        return _load(records, place, pickle if any_type else restricted, encoding="utf-8")
+        return _load(records, place, pickle if trusted or pickle_allowed() else restricted, encoding="utf-8")
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from None
     except Exception as error:

@@ -22,14 +22,13 @@ from tests.unit.checkpointing.checkpoint_states import (
     plain_values,
     training_state,
 )
-from torchft.checkpointing._serialization import _streaming_load, _streaming_save, allow_checkpoint_types
+from torchft.checkpointing._serialization import _streaming_load, _streaming_save
 from torchft.checkpointing.codec.stream import (
-    _make_object,
-    _Records,
     pickle_object,
     read_object,
     storage_bytes,
     tensor_memory,
+    unpickle,
 )
 from torchft.checkpointing.transport import CheckpointError
 
@@ -114,9 +113,7 @@ def test_a_spec_that_pytorch_2_11_has_pickled() -> None:
         b"\x80\x02ctorch.utils._pytree\nTreeSpec\n)\x81](c__builtin__\nlist\nN]ctorch.utils._pytree\nLeafSpec\n)\x81]"
         b"(NN]K\x01K\x01K\x00ebaK\x02K\x01K\x01eb."
     )
-    records = _Records(data={"data.pkl": pickled, "byteorder": b"little"})
-    allow_checkpoint_types()
-    spec = _make_object(records, "a spec", any_type=False)
+    spec = unpickle(pickled, [], "a spec", trusted=False)
     assert pytree.tree_unflatten([7], spec) == [7]
 
 

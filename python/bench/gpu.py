@@ -77,7 +77,7 @@ RATES = {
     "heal": {
         "in_place_gb_s": "heal 1 GiB, device to device, in place",
         "heal_gb_s": "the same into new memory, then copied to its place",
-        "format_gb_s": "in place, in the upstream format",
+        "format_gb_s": "the same, in the upstream format",
     },
     "quantization": {
         "quantize_gb_s": "quantize float32 into fp8",

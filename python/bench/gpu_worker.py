@@ -209,22 +209,23 @@ def heal() -> dict[str, Any]:
     from torchft.checkpointing.http_transport import HTTPTransport
 
     class InUpstreamFormat(HTTPTransport[Any]):
-        def _may_stage(self, nbytes: int) -> Any:
-            return False, None
+        def __init__(self, timeout: timedelta, num_chunks: int) -> None:
+            super().__init__(timeout, num_chunks)
+            self._native.start = lambda: False
 
     state = {f"t{i}": torch.ones(HEAL_BYTES // 64, dtype=torch.uint8, device=DEVICE) for i in range(64)}
     torch.cuda.synchronize()
     own = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
 
-    def gb_s(kind: type[HTTPTransport[Any]], target_settings: dict[str, Any]) -> float:
+    def gb_s(kind: type[HTTPTransport[Any]], settings: dict[str, Any]) -> float:
         source: Any = kind(TIMEOUT, 0)
-        target: Any = HTTPTransport(TIMEOUT, 0, **target_settings)
+        target: Any = HTTPTransport(TIMEOUT, 0)
         seconds = []
         for step in range(4):
             source.send_checkpoint([1], step, state, TIMEOUT)
 
             def receive(step: int = step) -> None:
-                got = target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)
+                got = target.recv_checkpoint(0, source.metadata(), step, TIMEOUT, **settings)
                 # Some transports leave the state on the host: copy it to the device, where it is needed.
                 for name, tensor in got.items():
                     if tensor is not own[name]:
@@ -237,13 +238,15 @@ def heal() -> dict[str, Any]:
         target.shutdown()
         return HEAL_BYTES / 1e9 / statistics.median(seconds[1:])  # the first transfer allocates memory
 
-    if not hasattr(HTTPTransport, "_may_stage"):  # upstream's
+    if not hasattr(HTTPTransport, "gives_parts"):  # upstream's
         return {"heal_gb_s": gb_s(HTTPTransport, {})}
-    in_place = {"state_dict": lambda: own}
+    from torchft.checkpointing.client.target import TargetState
+
+    in_place = {"target": TargetState(lambda: own, writable=True)}
     return {
         "in_place_gb_s": gb_s(HTTPTransport, in_place),
         "heal_gb_s": gb_s(HTTPTransport, {}),
-        "format_gb_s": gb_s(InUpstreamFormat, in_place),
+        "format_gb_s": gb_s(InUpstreamFormat, {}),
     }
 
 

@@ -102,11 +102,13 @@ class Worker:
             start = time.perf_counter()
             self._receive_plain(int(metadata))
             return {"seconds": time.perf_counter() - start, "ok": self._all_ones()}
+        transport, into = self._transport(kwargs), {}
         if in_place:
-            kwargs["state_dict"] = lambda: self.state
-        transport = self._transport(kwargs)
+            from torchft.checkpointing.client.target import TargetState
+
+            into["target"] = TargetState(lambda: self.state, writable=True)
         start = time.perf_counter()
-        self.state = transport.recv_checkpoint(0, metadata, 1, timedelta(seconds=TIMEOUT_S))
+        self.state = transport.recv_checkpoint(0, metadata, 1, timedelta(seconds=TIMEOUT_S), **into)
         seconds = time.perf_counter() - start
         transport.shutdown()
         return {"seconds": seconds, "ok": self._all_ones()}

@@ -12,6 +12,7 @@ from torch.distributed import TCPStore
 
 from tests.gpu.device import DEVICE, busy
 from tests.gpu.test_heal_memory import InUpstreamFormat
+from tests.unit.checkpointing.checkpoint_states import into
 from tests.unit.process_group.ranks import connect
 from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing.memory import staging
@@ -84,14 +85,14 @@ def test_tensors_on_the_device_are_received_in_place(caplog: pytest.LogCaptureFi
         }
 
     own, theirs = state(0.0), state(2.0)
-    source, target = HTTPTransport(TIMEOUT, 0), HTTPTransport(TIMEOUT, 0, state_dict=lambda: own)
+    source, target = HTTPTransport(TIMEOUT, 0), HTTPTransport(TIMEOUT, 0)
     torch.cuda.reset_peak_memory_stats()
     used = torch.cuda.memory_allocated()
     try:
         busy(0.2)
         own["large"].fill_(1)  # queued before the transfer, which must be ordered behind it
         source.send_checkpoint([1], 1, theirs, TIMEOUT)
-        got = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+        got = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT, target=into(own))
         assert torch.cuda.max_memory_allocated() - used < 1 << 20
         source.disallow_checkpoint()
     finally:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ import torch.utils._pytree as pytree
 
 from tests.bounded import often
 from tests.late.observed import Observed, numbers, until
-from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
+from tests.unit.checkpointing.checkpoint_states import assert_same, into, training_state
 from tests.unit.checkpointing.faulty_proxy import Fault, random_faults
 from tests.unit.checkpointing.test_faults import Wire
 from torchft._torchft import _load
@@ -134,7 +133,7 @@ def test_in_place(make: Any, device: type[Observed], upstream: list[str], checks
     own["exact"] = own["exact"].reshape(2, -1).T.reshape(-1, 2)
     state["exact"] = state["exact"].reshape(-1, 2)
     source.send_checkpoint([1], 1, state, TIMEOUT)
-    got = make(state_dict=lambda: own, checksum=checksum).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    got = make(checksum=checksum).recv_checkpoint(0, source.metadata(), 1, TIMEOUT, target=into(own))
     assert_same(got, state)
     assert got["large"] is own["large"] and got["exact"] is own["exact"] and not upstream
     assert all(mine is theirs for mine, theirs in zip(got["small"], own["small"]))
@@ -242,7 +241,7 @@ def test_a_flipped_bit_never_reaches_the_device(
     monkeypatch.setattr(device, "check", staticmethod(check))
     source.send_checkpoint([1], 1, state, TIMEOUT)
     through = wire(source, data=[Fault("flip", MB + 13, True, bit=3)])
-    got = make(state_dict=lambda: own).recv_checkpoint(0, through.metadata, 1, TIMEOUT)
+    got = make().recv_checkpoint(0, through.metadata, 1, TIMEOUT, target=into(own))
     assert got["w"] is own["w"] and torch.equal(own["w"], state["w"])
     assert len(through.data.done) == 1 and not wrong
 
@@ -339,18 +338,16 @@ def test_when_the_state_cannot_be_staged(
     caplog.set_level("INFO")
     started = threading.Event()
 
-    def fail(self: Any, nbytes: int) -> torch.Tensor:
+    def fail() -> Any:
         assert started.wait(60)
         raise RuntimeError("not enough memory")
 
-    monkeypatch.setattr(offer.HostMemory, "take", fail)
+    monkeypatch.setattr(offer, "HostMemory", fail)
     want = Offer.want
     monkeypatch.setattr(Offer, "want", lambda self: want(self) or started.set())
     state, source = {"w": numbers(3 * BLOCK)}, make()
-    own = {"w": torch.zeros(3 * BLOCK, dtype=torch.uint8, device="late")}
     source.send_checkpoint([1], 1, state, TIMEOUT)
-    got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    assert_same(got, state)
+    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
     assert upstream == ["full"]
     assert "could not copy its state from the device: not enough memory; trying again" in caplog.text
 
@@ -395,14 +392,18 @@ def test_no_memory_for_the_stages(make: Any, device: type[Observed], monkeypatch
 def test_a_missing_device(make: Any, monkeypatch: Any, where: str, error: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     pack = checkpoint.pack_structure
-    monkeypatch.setattr(checkpoint, "pack_structure", lambda sizes, tree, *_: pack(sizes, tree, {0: where}))
+    monkeypatch.setattr(
+        checkpoint,
+        "pack_structure",
+        lambda regions, tree: pack([region._replace(device=where) for region in regions], tree),
+    )
     source = make()
     source.send_checkpoint([1], 1, {"w": numbers(5)}, TIMEOUT)
     with pytest.raises(CheckpointError, match=error):
         make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     # An existing local tensor determines its own device.
     own = {"w": torch.zeros(5, dtype=torch.uint8, device="late")}
-    got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, target=into(own))
     assert got["w"] is own["w"] and torch.equal(own["w"], numbers(5))
 
 
@@ -425,13 +426,16 @@ def test_random_transfers(make: Any, device: type[Observed], upstream: list[str]
         source.send_checkpoint([1], number, state, TIMEOUT)
         additional.help_checkpoint(number, helping)
         through = Wire(source, random_faults(rng, ["drop", "reset", "delay"], 2000, 2), data)
-        target: HTTPTransport[Any] = HTTPTransport(
-            TIMEOUT, 0, state_dict=partial(dict, own) if number % 2 else None
-        )
+        target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
         additional_sources = [additional.metadata] if number % 3 else []
         try:
             got = target.recv_checkpoint(
-                0, through.metadata, number, TIMEOUT, additional_sources=additional_sources
+                0,
+                through.metadata,
+                number,
+                TIMEOUT,
+                additional_sources=additional_sources,
+                target=into(own) if number % 2 else None,
             )
             assert_same(got, state)
         except BaseException:

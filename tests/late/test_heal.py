@@ -104,13 +104,13 @@ def test_the_others_wait_for_a_heal_on_a_device_that_makes_progress(
     late: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No step is lost, though the heal takes longer than the timeout."""
-    timeout, send, trains = timedelta(seconds=4), pg_transport.Pairs.send, Gate()
+    timeout, send, trains = timedelta(seconds=4), pg_transport._Channel._send, Gate()
 
-    def send_slowly(pairs: Any, *given: Any) -> Any:
+    def send_slowly(channel: Any, data: torch.Tensor) -> None:
         late.enqueue(lambda: time.sleep(0.5))
-        return send(pairs, *given)
+        send(channel, data)
 
-    monkeypatch.setattr(pg_transport.Pairs, "send", send_slowly)
+    monkeypatch.setattr(pg_transport._Channel, "_send", send_slowly)
 
     def group(rank: Rank) -> tuple[list[bool], list[float], float]:
         device = torch.device("late", rank.group)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.late.observed import BLOCK, Observed, numbers, until
-from torchft.checkpointing import HTTPTransport, http_transport
+from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing.client.target import TargetState
 from torchft.checkpointing.codec.requests import FULL
 from torchft.checkpointing.memory import staging
@@ -84,7 +84,7 @@ def test_a_heal_from_device_memory(
     def full(nbytes: int, share: int) -> Reservation:
         raise NoRoom(0)
 
-    monkeypatch.setattr(http_transport, "reserve", full)
+    monkeypatch.setattr(offers, "reserve", full)
     state = {
         "w": numbers(3 * BLOCK + 7),
         "b": torch.ones(3, device="late"),

@@ -21,12 +21,13 @@ import torch.utils._pytree as pytree
 
 from tests.gpu import two_ranks
 from tests.late import load
-from torchft.checkpointing import CheckpointTransport, HTTPTransport, http_transport, pg_transport
+from torchft.checkpointing import CheckpointTransport, HTTPTransport, pg_transport
 from torchft.checkpointing.client.deadline import Deadline
 from torchft.checkpointing.client.target import BufferMap, TargetState
-from torchft.checkpointing.memory import host, reservation
+from torchft.checkpointing.memory import reservation
 from torchft.checkpointing.native import core
 from torchft.checkpointing.pg_transport import PGTransport
+from torchft.checkpointing.source import offer
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, Unsendable
 from torchft.process_group import ProcessGroupGloo
 from torchft.process_group.native import abort_group
@@ -277,10 +278,10 @@ def test_no_host_memory_for_tensors_on_a_device(
     """The upstream format is not tested: there the target learns a tensor's device only when the tensor
     arrives.
     """
-    monkeypatch.setattr(host, "available_memory", lambda: 1000)
+    monkeypatch.setattr(reservation, "available_memory", lambda: 1000)
     monkeypatch.setattr(reservation, "folder", tmp_path)
     # the source has enough
-    monkeypatch.setattr(http_transport, "reserve", lambda nbytes, share: reservation.Reservation())
+    monkeypatch.setattr(offer, "reserve", lambda nbytes, share: reservation.Reservation())
     own, state = ({"w": torch.ones(1000, device=f"late:{i}")} for i in (1, 0))
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         source, target = PAIRS[name](stack)
@@ -395,52 +396,6 @@ def test_a_state_has_arrived_on_the_device_when_it_is_returned(late: Any, held_a
         assert got.result(60)["w"].tolist() == [3.0] * 1000
         sent.result(60)
         source.disallow_checkpoint()
-
-
-def test_a_piece_is_received_while_the_one_before_is_copied_to_the_host(
-    late: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With an asynchronous quorum the state waits in host memory. No copy to it stands between two
-    receives.
-    """
-    begun: list[object] = []
-    both, start, announced = threading.Event(), pg_transport._Channel._start, pg_transport._Channel.announced
-
-    def hold(self: Any, nbytes: int) -> None:
-        announced(self, nbytes)
-        if self.progress is not None:  # the target's channel, after the header
-            late.hold()
-
-    def started(self: Any, operations: list[Callable[[], Any]]) -> None:
-        start(self, operations)
-        if self.progress is not None:
-            begun.append(operations)
-            if len(begun) == 2:
-                both.set()
-
-    monkeypatch.setattr(pg_transport._Channel, "announced", hold)
-    monkeypatch.setattr(pg_transport._Channel, "_start", started)
-    monkeypatch.setattr(pg_transport, "_LEAST_PIECE", 4000)
-    weights = torch.arange(4500.0, device="late:0")  # four pieces and a half
-    own = torch.zeros(4500, device="late:1")
-    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
-        source, target = process_group(stack, on_device=True)
-
-        def receive() -> Any:
-            torch.accelerator.set_device_index(1)
-            where = TargetState(lambda: {"w": own}, writable=False)
-            return target.recv_checkpoint(0, "", 3, TIMEOUT, target=where)
-
-        got = pool.submit(receive)
-        sent = pool.submit(source.send_checkpoint, [1], 3, {"w": weights}, TIMEOUT)
-        try:
-            assert both.wait(20), "the second receive waits for the first copy"
-        finally:
-            late.release()
-        received = got.result(60)["w"]
-        sent.result(60)
-        source.disallow_checkpoint()
-    assert len(begun) == 5 and received.is_cpu and torch.equal(received, weights.cpu())
 
 
 def test_a_heal_in_flight_does_not_delay_an_allreduce(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,7 +545,7 @@ class SlowTransfer:
         )
         stack.callback(self.end)
         own, seconds = {"w": torch.zeros(9000, device="late:1")}, timedelta(seconds=timeout)
-        begin, send = iter(range(100)), pg_transport.Pairs.send
+        begin, send = iter(range(100)), pg_transport._Channel._send
 
         def deadline(timeout: float, of_progress: bool) -> Counted:
             self.ends.append(Counted(clock, timeout, of_progress))
@@ -604,15 +559,15 @@ class SlowTransfer:
             if not self.over.is_set():
                 slow(piece)
 
-        def send_slowly(pairs: Any, *given: Any) -> Any:
+        def send_slowly(channel: Any, data: torch.Tensor) -> None:
             piece = next(begin)
             self.most_ahead = max(self.most_ahead, piece - min(end.moves for end in self.ends))
             late.enqueue(lambda: begins(piece))
-            return send(pairs, *given)
+            send(channel, data)
 
         patch.setattr(pg_transport, "Deadline", deadline)
         patch.setattr(pg_transport, "_LEAST_PIECE", 4000)
-        patch.setattr(pg_transport.Pairs, "send", send_slowly)
+        patch.setattr(pg_transport._Channel, "_send", send_slowly)
 
         def receive() -> Any:
             torch.accelerator.set_device_index(1)

@@ -15,7 +15,7 @@ import torch
 from torchft._manager.observe.own_time import host
 from torchft._node.verdict import Report, slow
 from torchft.checkpointing.client.deadline import Deadline
-from torchft.checkpointing.memory.host import available_memory
+from torchft.checkpointing.memory.reservation import available_memory
 
 _REPETITIONS = 9
 _EACH_SEC = 0.05  # of a repetition: short ones are made of several calls

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from contextlib import closing, suppress
+from contextlib import closing
 from datetime import timedelta
 from typing import Callable, List, Mapping, Optional, Sequence, TypeVar
 
@@ -17,8 +17,6 @@ from torchft.checkpointing.client.request import Abandon, Request
 from torchft.checkpointing.client.target import TargetState
 from torchft.checkpointing.codec.handshake import Name
 from torchft.checkpointing.codec.requests import DECISION, FULL, METADATA, REST, StatePart, announce
-from torchft.checkpointing.memory.host import reserve
-from torchft.checkpointing.memory.reservation import NoRoom, Reservation
 from torchft.checkpointing.native.core import NativeServer
 from torchft.checkpointing.source.checkpoint import Checkpoint
 from torchft.checkpointing.source.pacer import Pacer
@@ -56,11 +54,6 @@ class HTTPTransport(CheckpointTransport[T]):
             `disallow_checkpoint`, for a peer that takes no data.
         num_chunks: for upstream peers: 0 sends the state in one stream, n in n streams at once. Must be the
             same in every replica group.
-        state_dict: returns the target's own state. Its tensors are received in place; tensors that only the
-            source has are allocated. A state that lacks one of the target's tensors, or has it with another
-            shape or dtype, is refused. After a failed transfer, tensors may be partly old and partly new;
-            they are consistent again after the next successful one. A state in the upstream format is
-            received into new memory, and copied into the tensors when it is complete.
         checksum: whether received data is verified by checksums
         bandwidth_limit: bytes per second for all targets together; 0: no limit. The native core's data
             connections have this limit, and, separately, PyTorch's streaming format, which cannot be resumed:
@@ -85,7 +78,6 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: timedelta,
         num_chunks: int,
         *,
-        state_dict: Optional[Callable[[], object]] = None,
         checksum: bool = True,
         bandwidth_limit: int = 0,
         background: bool = False,
@@ -102,8 +94,6 @@ class HTTPTransport(CheckpointTransport[T]):
             heal_hosts()  # so that a bad setting raises here, and not in the first heal
         self._maker = Maker(type(self).__name__)
         self._timeout = timeout.total_seconds()
-        self._state_dict = state_dict
-        self.in_place = state_dict is not None
         self._checksum = checksum
         self._num_chunks = num_chunks
         self._source = Publisher(keep=self._timeout)
@@ -140,20 +130,15 @@ class HTTPTransport(CheckpointTransport[T]):
         except Unsendable as error:
             self._source.refuse(step, str(error))
             raise
-        self._publish(step, checkpoint, Role.ASSIGNED)
+        self._source.publish(step, checkpoint, Role.ASSIGNED)
 
     def refuse_checkpoint(self, dst_ranks: List[int], step: int, reason: str, timeout: timedelta) -> None:
         self._source.refuse(step, reason)
 
     def help_checkpoint(self, step: int, state_dict: T) -> None:
         self._maker.check()
-        self._publish(step, Checkpoint(state_dict, self._num_chunks, self._names()), Role.ADDITIONAL)
-
-    def _publish(self, step: int, checkpoint: Checkpoint, role: Role) -> None:
-        room: Optional[Reservation] = None
-        with suppress(NoRoom):  # tensors on devices are then sent in the upstream format, without a copy
-            room = reserve(checkpoint.nbytes_on_devices, share=2)
-        self._source.publish(step, checkpoint, role, room)
+        checkpoint = Checkpoint(state_dict, self._num_chunks, self._names())
+        self._source.publish(step, checkpoint, Role.ADDITIONAL)
 
     def allow_checkpoint(self, step: int) -> None:
         """Offers the state of the last `send_checkpoint` again, as the state of `step`.
@@ -240,17 +225,13 @@ class HTTPTransport(CheckpointTransport[T]):
         Args:
             additional_sources: functions that return the metadata of further groups that offer this step.
                 Blocks that equal those of the source may come from them.
-            target: chooses the memory of tensors if this transport has no `state_dict`. If there is neither,
-                a tensor that is on a device at the source is received on this process's current device of
-                that type. Also says whether the timeout is one of progress, `TargetState.waited_for`.
+            target: chooses the memory of tensors. Without it, a tensor that is on a device at the source is
+                received on this process's current device of that type. Also says whether the timeout is one
+                of progress, `TargetState.waited_for`.
         """
         waited_for = target is not None and target.waited_for
         deadline = Deadline(timeout.total_seconds(), waited_for)
         key = REST if target is not None and target.has else FULL if self._num_chunks == 0 else METADATA
-        if self._state_dict is not None:
-            target = TargetState(
-                self._state_dict, True, waited_for, target.has if target else None, strict=True
-            )
         self._receiving = Abandon()
         request = Request(metadata, step, key, deadline, self._receiving)
         try:

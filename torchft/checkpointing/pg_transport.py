@@ -11,10 +11,9 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
 import torch
-from torch.distributed import Work
 
 from torchft._checks import check_positive
 from torchft.checkpointing.client.deadline import Deadline
@@ -155,15 +154,17 @@ class PGTransport(CheckpointTransport[T]):
         pg: Any = self._pg
         timeout = timeout or self._timeout
         if not isinstance(pg, AcceleratorProcessGroup):
-            abort = partial(abort_group, pg)
-            return _Channel(pg, self._error, abort, ranks, what, timeout, self._device, of_progress)
+            peers = [(pg, rank) for rank in ranks]
+            return _Channel(peers, [self._error], what, timeout, self._device, of_progress)
         try:
             with on_device(self._device):
-                pairs = Pairs(pg, ranks, str(step), timeout)
+                pairs = connected(pg, ranks, str(step), timeout)
         except Exception as error:
             kind = CheckpointTimeout if isinstance(error, TimeoutError) else CheckpointError
             raise kind(f"{what}: no connection for it: {error}") from error
-        return _Channel(pairs, pairs.errored, pairs.abort, ranks, what, timeout, self._device, of_progress)
+        peers = [(pair, 1 - pair.rank()) for pair in pairs]
+        errors = [pair.errored for pair in pairs]
+        return _Channel(peers, errors, what, timeout, self._device, of_progress)
 
     def recv_checkpoint(
         self,
@@ -186,18 +187,17 @@ class PGTransport(CheckpointTransport[T]):
         channel = self._channel([src_rank], what, step, timeout, waited_for)
         with closing(channel), self._released(channel, receiving=True):
             sent, structure = self._recv_header(channel)
-            with closing(TransferProgress(what, logger)) as progress:
-                channel.progress = progress
-                progress.expect(sum(structure.sizes))
-                channel.announced(structure.sizes)
-                if sent != step:
-                    raise CheckpointError(f"{what}: the source sends step {sent}")
-                with closing(Destination(structure, target, what, self._home)) as destination:
-                    for region in destination.regions:
-                        channel.recv(region)
-                    channel.wait()
-                    progress.done()
-                    return destination.state()
+            progress = channel.progress = TransferProgress(what, logger)
+            progress.expect(structure.nbytes)
+            channel.announced([region.nbytes for region in structure.regions])
+            if sent != step:
+                raise CheckpointError(f"{what}: the source sends step {sent}")
+            with closing(Destination(structure, target, what, self._home)) as destination:
+                for region in destination.regions:
+                    channel.recv(region)
+                channel.wait()
+                progress.done()
+                return destination.state()
 
     def _home(self, device: str) -> torch.device:
         return CPU if device == "cpu" else self._device
@@ -248,10 +248,8 @@ class _Channel:
     only queued, so the host queues few pieces ahead, and waits until the device has ended the first of them.
     """
 
-    pg: Any  # the process group, or Pairs
-    error: Callable[[], Optional[Exception]]  # returns the error of the process group
-    abort: Callable[[], None]  # aborts it
-    ranks: List[int]
+    peers: List[Tuple[Any, int]]  # the process group of each peer, and its rank there
+    errors: Sequence[Callable[[], Optional[Exception]]]  # return the errors of the process groups
     what: str
     timeout: timedelta
     device: torch.device  # device on which the process group needs tensors
@@ -278,20 +276,27 @@ class _Channel:
         """Sends a flat tensor of bytes to all ranks."""
         for piece in flat.split(self._piece) if flat.numel() else ():
             here = piece.to(self.device)
-            self._start([partial(self.pg.send, [here], rank, _TAG) for rank in self.ranks])
+            self._send(here)
             self._mark()
 
     def recv(self, flat: torch.Tensor) -> None:
         """Receives into a flat tensor of bytes, which is complete after `wait`."""
         for piece in flat.split(self._piece) if flat.numel() else ():
             here = piece if self._is_here(flat) else self._staged(piece.numel())
-            self._start([partial(self.pg.recv, [here], self.ranks[0], _TAG)])
+            self._recv(here)
             self._mark(piece.numel())
             if here is not piece:
                 self._wait(ahead=0)  # the copy to the host waits for the device without a deadline
                 piece.copy_(here)
         if self._left:
             self._left.popleft()
+
+    def _send(self, piece: torch.Tensor) -> None:
+        self._start([partial(pg.send, [piece], rank, _TAG) for pg, rank in self.peers])
+
+    def _recv(self, piece: torch.Tensor) -> None:
+        pg, rank = self.peers[0]
+        self._start([partial(pg.recv, [piece], rank, _TAG)])
 
     def recv_bytes(self, length: int) -> bytes:
         flat = flat_storage(length, self.what, CPU, HostMemory())
@@ -308,7 +313,7 @@ class _Channel:
             for nbytes in self._left:
                 for start in range(0, nbytes, self._piece):
                     piece = self._staged(min(self._piece, nbytes - start))
-                    self._start([partial(self.pg.recv, [piece], self.ranks[0], _TAG)])
+                    self._recv(piece)
                     self._mark()
             self.wait()  # else closing the connection would abort what the other end still sends
         except Exception as error:
@@ -350,10 +355,15 @@ class _Channel:
             f"{self.what}: timed out after {self.timeout.total_seconds():g} seconds{how}{why}"
         )
 
+    def abort(self) -> None:
+        for pg in {id(pg): pg for pg, _ in self.peers}.values():
+            abort_group(pg)
+
     def close(self) -> None:
         """Ends the connections of this transfer, once the device has ended it."""
-        if isinstance(self.pg, Pairs):
-            self.pg.shutdown()
+        for pg, _ in self.peers:
+            if isinstance(pg, AcceleratorProcessGroup):
+                pg.shutdown()
 
     def wait(self) -> None:
         """Waits until all pieces are sent, or received and in their place.
@@ -364,8 +374,9 @@ class _Channel:
             CheckpointError: the group was aborted in the meantime, so the received data is undefined
         """
         self._wait(ahead=0)
-        if self._devices and (error := self.error()) is not None:
-            raise CheckpointError(f"{self.what}: {error}") from error
+        for error in (errored() for errored in self.errors if self._devices):
+            if error is not None:
+                raise CheckpointError(f"{self.what}: {error}") from error
 
     def _mark(self, nbytes: int = 0) -> None:
         """Marks the end of a piece behind the work queued so far. Its bytes count when it is reached."""
@@ -384,40 +395,22 @@ class _Channel:
                 self.progress.count(nbytes)
 
 
-class Pairs:
-    """The connections of one transfer, one with each peer, beside those of the process group.
+def connected(
+    pg: AcceleratorProcessGroup, ranks: List[int], name: str, timeout: timedelta
+) -> List[AcceleratorProcessGroup]:
+    """Connects with each of the ranks, within a timeout in all, by a connection beside those of the group.
 
     Args:
         name: differs from the names of earlier transfers between them
-        timeout: of connecting with all of them
     """
-
-    def __init__(self, pg: AcceleratorProcessGroup, ranks: List[int], name: str, timeout: timedelta) -> None:
-        self._pairs: Dict[int, AcceleratorProcessGroup] = {}
-        deadline = time.monotonic() + timeout.total_seconds()
-        try:
-            for rank in ranks:
-                left = max(_EARLY, deadline - time.monotonic())
-                self._pairs[rank] = pg.pair(rank, name, timedelta(seconds=left))
-        except BaseException:
-            self.shutdown()
-            raise
-
-    def send(self, tensors: List[torch.Tensor], rank: int, tag: int) -> Work:
-        pair = self._pairs[rank]
-        return pair.send(tensors, 1 - pair.rank(), tag)
-
-    def recv(self, tensors: List[torch.Tensor], rank: int, tag: int) -> Work:
-        pair = self._pairs[rank]
-        return pair.recv(tensors, 1 - pair.rank(), tag)
-
-    def errored(self) -> Optional[Exception]:
-        return next((error for pair in self._pairs.values() if (error := pair.errored()) is not None), None)
-
-    def abort(self) -> None:
-        for pair in self._pairs.values():
-            pair.abort()
-
-    def shutdown(self) -> None:
-        for pair in self._pairs.values():
+    pairs: List[AcceleratorProcessGroup] = []
+    deadline = time.monotonic() + timeout.total_seconds()
+    try:
+        for rank in ranks:
+            left = max(_EARLY, deadline - time.monotonic())
+            pairs.append(pg.pair(rank, name, timedelta(seconds=left)))
+    except BaseException:
+        for pair in pairs:
             pair.shutdown()
+        raise
+    return pairs

@@ -31,7 +31,7 @@ class CheckpointError(RuntimeError):
 
 
 class Interrupted(CheckpointError):
-    """A connection broke, or the received data was damaged: a retry may succeed."""
+    """A connection broke, the source failed, or what it sent was damaged on its way: a retry may succeed."""
 
 
 class CheckpointTimeout(TimeoutError, RuntimeError):

@@ -13,6 +13,13 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 
+def into(state: object) -> Any:
+    """A target that receives into these tensors."""
+    from torchft.checkpointing.client.target import TargetState  # upstream has none
+
+    return TargetState(lambda: state, writable=True)
+
+
 def training_state(seed: int = 0) -> dict[str, Any]:
     """The state that a Manager sends for a small model after one step, with all kinds of values that a user
     may add.

@@ -305,7 +305,7 @@ def test_the_connections_of_a_transfer_share_its_timeout(monkeypatch: pytest.Mon
             given.append(timeout.total_seconds())
             now[0] += 7
 
-    pg_transport.Pairs(Group(), [1, 2, 3], "4", timedelta(seconds=10))  # type: ignore[arg-type]
+    pg_transport.connected(Group(), [1, 2, 3], "4", timedelta(seconds=10))  # type: ignore[arg-type]
     assert given == [10, 3, pg_transport._EARLY]
 
 

@@ -104,7 +104,7 @@ def _nothing() -> None: ...
 def _placed(slot: Slot, state: Any) -> Any:
     """The state of a slot. Tensors that the rank's own state lacks are on a device if they were on one."""
     own = tensors_by_path(state)
-    nodes = {path: plain_node(node)[1] for path, node in tensor_nodes(slot.tree, ())}
+    nodes = {path: plain_node(node)[1] for path, node in tensor_nodes(slot.tree).items()}
     home = BufferMap(own, {path: slot.devices[region] for path, region in nodes.items()})
     for region in {region for path, region in nodes.items() if path not in own}:
         slot.flats[region] = slot.flats[region].to(home.of(slot.devices[region]))

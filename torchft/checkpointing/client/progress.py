@@ -1,20 +1,16 @@
-"""Shows the progress of a transfer: a bar on a terminal, otherwise a log line every few seconds."""
+"""Reports the progress of a transfer: to a watcher, and by a log line every few seconds."""
 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Callable, Optional, TextIO
+from typing import Callable, Optional
 
 _LOG_EVERY = 5.0  # seconds
-_BAR_EVERY = 0.2
 _REPORT_EVERY = 0.5
-_QUIET = 1.0  # seconds of a transfer before anything is shown
-_WIDTH = 30  # characters
 
 
 Watcher = Callable[[int, int], None]
@@ -33,28 +29,17 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 
 class TransferProgress:
-    """Receives the progress of a transfer, and shows it from time to time.
+    """Receives the progress of a transfer, and logs it from time to time.
 
     Args:
-        terminal: where the bar is shown; default: standard error, if that is a terminal
         clock: returns seconds
     """
 
-    def __init__(
-        self,
-        what: str,
-        log: logging.Logger,
-        terminal: Optional[TextIO] = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, what: str, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._what = what
         self._log = log
-        if terminal is None and sys.stderr is not None and sys.stderr.isatty():
-            terminal = sys.stderr
-        self._terminal = terminal
         self._clock = clock
-        self._start = self._shown = clock()
-        self._has_bar = False
+        self._start = self._logged = clock()
         self._watcher: Optional[Watcher] = getattr(_watchers, "watcher", None)
         self._reported = float("-inf")
         self._lock = threading.Lock()  # guards the counts of several streams
@@ -71,36 +56,20 @@ class TransferProgress:
             self.update(self._received + nbytes, max(self._received + nbytes, self._total))
 
     def update(self, received: int, total: int) -> None:
-        """Shows the bytes that have arrived and the total, unless it did so just before."""
+        """Reports the bytes that have arrived and the total, unless it did so just before."""
         now, self._received = self._clock(), received
         if self._watcher is not None and now - self._reported >= _REPORT_EVERY:
             self._reported = now
             self._watcher(received, total)
-        every = _LOG_EVERY if self._terminal is None else _BAR_EVERY
-        if now - self._start < _QUIET or now - self._shown < every:
-            return
-        self._shown = now
-        text = describe(received, total, now - self._start)
-        if self._terminal is None:
-            self._log.info("%s: %s", self._what, text)
-            return
-        filled = _WIDTH * received // max(1, total)
-        self._terminal.write(f"\r\x1b[Kheal [{'#' * filled}{'.' * (_WIDTH - filled)}] {text}")
-        self._terminal.flush()
-        self._has_bar = True
+        if now - self._logged >= _LOG_EVERY:
+            self._logged = now
+            self._log.info("%s: %s", self._what, describe(received, total, now - self._start))
 
     def done(self, digest: str = "") -> None:
         """Logs `3.400 GB in 5.20 s, 0.65 GB/s`, once everything has arrived."""
         gigabytes, seconds = self._received / 1e9, self._clock() - self._start
         text = f"{gigabytes:.3f} GB in {seconds:.2f} s, {gigabytes / max(seconds, 1e-9):.2f} GB/s"
         self._log.info("%s: %s%s", self._what, text, digest and f", digest {digest}")
-
-    def close(self) -> None:
-        """Removes the bar."""
-        if self._has_bar and self._terminal is not None:
-            self._terminal.write("\r\x1b[K")
-            self._terminal.flush()
-            self._has_bar = False
 
 
 def describe(received: int, total: int, seconds: float) -> str:

@@ -52,26 +52,26 @@ class Receiver:
     def receive(self) -> Any:
         """Returns the state; errors are those of `CheckpointTransport.recv_checkpoint`."""
         request, attempts = self._request, Attempts()
-        with closing(TransferProgress(request.what, logger)) as progress:
-            while True:
+        progress = TransferProgress(request.what, logger)
+        while True:
+            request.abandon.check(request.what)
+            before = self._received
+            try:
+                with request.ask(upgrade=core.native() is not None) as answer:
+                    if answer.control is None:
+                        return receive_upstream(request, answer, self._num_chunks, self._target)
+                    destination = self._fetch(answer, progress)
+                return destination.state()
+            except CheckpointError as error:
                 request.abandon.check(request.what)
-                before = self._received
-                try:
-                    with request.ask(upgrade=core.native() is not None) as answer:
-                        if answer.control is None:
-                            return receive_upstream(request, answer, self._num_chunks, self._target)
-                        destination = self._fetch(answer, progress)
-                    return destination.state()
-                except CheckpointError as error:
-                    request.abandon.check(request.what)
-                    if not isinstance(error, Interrupted):
-                        raise
-                    retry_after = error.retry_after if isinstance(error, Busy) else None
-                    pause = attempts.failed(self._received > before, request.deadline.left, retry_after)
-                    if pause is None:
-                        raise
-                    logger.info("%s; trying again", error)
-                    time.sleep(pause)
+                if not isinstance(error, Interrupted):
+                    raise
+                retry_after = error.retry_after if isinstance(error, Busy) else None
+                pause = attempts.failed(self._received > before, request.deadline.left, retry_after)
+                if pause is None:
+                    raise
+                logger.info("%s; trying again", error)
+                time.sleep(pause)
 
     @property
     def _received(self) -> int:
@@ -86,7 +86,7 @@ class Receiver:
             to = self._destination = Destination(structure, self._target, self._request.what, home)
             self._transfer = Transfer(ticket, to.regions, to, self._checked, self._request)
         assert self._destination is not None
-        with AdditionalSources(self._transfer, structure.sizes, self._additional, self._request):
+        with AdditionalSources(self._transfer, structure.regions, self._additional, self._request):
             status = self._transfer.run(answer, ticket, progress)
         progress.done(status.digest)
         self._transfer.close()
@@ -107,11 +107,11 @@ def receive_part(request: Request, checked: bool, memory: Memory) -> StatePart:
             if answer.control is None:
                 raise CheckpointError(f"{what}: the source does not send it by the native core")
             ticket, structure = answer.handshake(what)
-            into = memory(structure.tree, sum(structure.sizes))
+            into = memory(structure.tree, structure.nbytes)
             if into.numel():
                 transfer = Transfer(ticket, [into], into, checked, request)
-                with closing(TransferProgress(what, logger)) as progress, closing(transfer):
-                    transfer.run(answer, ticket, progress)
+                with closing(transfer):
+                    transfer.run(answer, ticket, TransferProgress(what, logger))
             return StatePart(structure.tree, into)
     except CheckpointError:
         request.abandon.check(what)

@@ -16,7 +16,6 @@ from torchft.addresses import host_port
 from torchft.checkpointing.client.deadline import Deadline
 from torchft.checkpointing.codec.handshake import (
     PROTOCOL,
-    Garbled,
     Structure,
     Ticket,
     parse_structure,
@@ -157,7 +156,7 @@ class Request:
         if response.status == http.client.SWITCHING_PROTOCOLS and upgrade and offered:
             return Answer(sock, control=response.fp)
         if response.status == http.client.SWITCHING_PROTOCOLS:
-            raise Garbled(f"{what}: the connection ended during the handshake")
+            raise Interrupted(f"{what}: the connection ended during the handshake")
         retry_after = response.getheader("Retry-After") or ""
         if response.status == http.client.SERVICE_UNAVAILABLE and retry_after.isdecimal():
             raise Busy(what, min(float(retry_after), _LONGEST_RETRY_AFTER))
@@ -167,7 +166,7 @@ class Request:
             )
         if upgrade and offered:
             # the source accepts each complete upgrade request, so this one was garbled on its way
-            raise Garbled(f"{what}: the request was garbled on its way")
+            raise Interrupted(f"{what}: the request was garbled on its way")
         body: Any = io.BufferedReader(response, _BUFFER)  # type: ignore[type-var]
         return Answer(sock, body, response.length)
 

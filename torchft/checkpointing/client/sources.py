@@ -10,6 +10,7 @@ from typing import List, Sequence
 from torchft.checkpointing.client.deadline import Deadline
 from torchft.checkpointing.client.request import Abandon, Request
 from torchft.checkpointing.client.transfer import Transfer
+from torchft.checkpointing.codec.handshake import StateRegion
 from torchft.checkpointing.transport import AdditionalSource, CheckpointError
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -28,12 +29,12 @@ class AdditionalSources:
     def __init__(
         self,
         transfer: Transfer,
-        sizes: List[int],
+        regions: List[StateRegion],
         additional_sources: Sequence[AdditionalSource],
         request: Request,
     ) -> None:
         self._transfer = transfer
-        self._sizes = sizes
+        self._sizes = [region.nbytes for region in regions]
         self._request = request
         self._over = threading.Event()
         self._abandons = [Abandon() for _ in additional_sources]
@@ -73,7 +74,7 @@ class AdditionalSources:
                 ticket, structure = answer.handshake(request.what)
                 if self._over.is_set():
                     return
-                if structure.sizes != self._sizes:
+                if [region.nbytes for region in structure.regions] != self._sizes:
                     logger.info(
                         "%s: its state has another structure than the assigned source's", request.what
                     )

@@ -31,8 +31,6 @@ class TargetState:
             then one without any data, and not of the whole transfer.
         has: returns a storage by its name, if the group has all that the source names: these are not
             received. The KeyError that it raises for another name ends the transfer.
-        strict: whether a received state must have the same tensors, in shape and dtype; it is refused
-            otherwise
     """
 
     def __init__(
@@ -41,13 +39,11 @@ class TargetState:
         writable: bool,
         waited_for: bool = False,
         has: Optional[Callable[[int, str], torch.UntypedStorage]] = None,
-        strict: bool = False,
     ) -> None:
         self._read = read
         self.has = has
         self.writable = writable
         self.waited_for = waited_for
-        self.strict = strict
         # the source's devices of the tensors that were received in host memory
         self.devices: Dict[Path, str] = {}
 
@@ -56,8 +52,6 @@ class TargetState:
         try:
             return tensors_by_path(self._read())
         except Exception as error:
-            if self.strict:
-                raise
             logger.warning(
                 "this group's own state cannot be read, so the peer's is received in new memory: %r", error
             )

@@ -16,10 +16,6 @@ from torchft.checkpointing.transport import CheckpointError, Interrupted, Role
 _SLICE = 0.5  # seconds between two checks of the progress
 
 
-class SourceFailed(Interrupted):
-    """The source failed during the transfer; a retry may succeed."""
-
-
 class Transfer:
     """A transfer into memory, flat tensors of bytes that `keep` keeps alive. What arrived is kept when a
     connection breaks. `received`: bytes that have arrived; `checked`: whether blocks carry checksums.
@@ -43,7 +39,7 @@ class Transfer:
         self._staged.begin(self._fetch)
 
     def run(self, answer: Answer, ticket: Ticket, progress: TransferProgress) -> FetchStatus:
-        """Fetches from a source until everything has arrived. SourceFailed: the source failed;
+        """Fetches from a source until everything has arrived. Interrupted: the source failed;
         CheckpointError: the received data is wrong; TimeoutError: the deadline has passed.
         """
         what, deadline = self._request.what, self._request.deadline
@@ -66,7 +62,7 @@ class Transfer:
             if status.done:
                 return status
             if not status.running:
-                raise SourceFailed(f"{what}: {'; '.join(dict.fromkeys(status.failed))}")
+                raise Interrupted(f"{what}: {'; '.join(dict.fromkeys(status.failed))}")
 
     def help(self, answer: Answer, ticket: Ticket) -> None:
         """Adds an additional source, whose state has the same layout."""

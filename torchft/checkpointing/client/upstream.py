@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import replace
-from typing import Any, Dict, Optional
+from typing import Any, Callable, Dict, Optional
 
 import torch
 import torch.utils._pytree as pytree
 
-from torchft.checkpointing.client.places import device_like, moved_into
+from torchft.checkpointing.client.places import device_like
 from torchft.checkpointing.client.progress import TransferProgress
 from torchft.checkpointing.client.request import Answer, Request
 from torchft.checkpointing.client.target import TargetState
-from torchft.checkpointing.codec.encoding import Path
 from torchft.checkpointing.codec.layout import local_part, tensors_by_path
 from torchft.checkpointing.codec.requests import FULL
 from torchft.checkpointing.codec.stream import read_object
@@ -30,60 +28,40 @@ _MAX_STREAMS = 16  # chunks fetched at the same time
 
 def receive_upstream(request: Request, answer: Answer, num_chunks: int, target: Optional[TargetState]) -> Any:
     """Reads the state that a source sends, in `num_chunks` streams unless the key is `full`. `target` gets
-    the devices of the tensors; without it they are received on devices of this process. CheckpointError,
-    TimeoutError: see `CheckpointTransport.recv_checkpoint`.
+    the devices of the tensors, which stay in host memory; without it they are received on devices of this
+    process. CheckpointError, TimeoutError: see `CheckpointTransport.recv_checkpoint`.
     """
-    with closing(TransferProgress(request.what, logger)) as progress:
-        streams = _Streams(request.what, progress, in_host_memory=target is not None)
-        got = streams.read(request, answer)
-        if request.key != FULL:
-            got = _receive_chunks(request, got, num_chunks, streams)
-        progress.done()
+    progress = TransferProgress(request.what, logger)
+    devices: Dict[int, str] = {}  # the source's devices of storages, by the address of their memory here
+
+    def home(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
+        if device != "cpu" and target is None:
+            return storage.to(device=device_like(request.what, device))
+        if device != "cpu" and storage.nbytes():
+            devices[storage.data_ptr()] = device
+        return storage
+
+    def read(part: Request, answer: Answer) -> Any:
+        assert answer.body is not None
+        return read_object(answer.body, part.what, answer.length, counter=progress, home=home)
+
+    def fetch(key: str) -> Any:
+        part = replace(request, key=key)
+        with part.ask() as answer:
+            return read(part, answer)
+
+    got = read(request, answer)
+    if request.key != FULL:
+        got = _receive_chunks(request, got, num_chunks, fetch)
+    progress.done()
     got = without_other_names(got)
-    if target is None:
-        return got
-    if target.strict:
-        return moved_into(target.own(), got, request.what)
-    target.devices = streams.devices(got)
+    if target is not None:
+        at = {path: local_part(tensor).untyped_storage() for path, tensor in tensors_by_path(got).items()}
+        target.devices = {path: devices[s.data_ptr()] for path, s in at.items() if s.data_ptr() in devices}
     return got
 
 
-class _Streams:
-    """Reads the streams of one state, on any threads; with `in_host_memory` all storages stay there."""
-
-    def __init__(self, what: str, progress: TransferProgress, in_host_memory: bool) -> None:
-        self._what = what
-        self._progress = progress
-        self._in_host_memory = in_host_memory
-        # The source's devices of storages, by the address of their memory here.
-        self._devices: Dict[int, str] = {}
-
-    def read(self, request: Request, answer: Answer) -> Any:
-        assert answer.body is not None
-        return read_object(answer.body, request.what, answer.length, counter=self._progress, home=self._home)
-
-    def fetch(self, request: Request) -> Any:
-        with request.ask() as answer:
-            return self.read(request, answer)
-
-    def _home(self, storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
-        if device == "cpu":
-            return storage
-        if not self._in_host_memory:
-            return storage.to(device=device_like(self._what, device))
-        if storage.nbytes():
-            self._devices[storage.data_ptr()] = device
-        return storage
-
-    def devices(self, state: object) -> Dict[Path, str]:
-        """The source's devices for the tensors of a received state that it has on devices."""
-        if not self._devices:
-            return {}
-        at = {path: local_part(tensor).untyped_storage() for path, tensor in tensors_by_path(state).items()}
-        return {path: self._devices[s.data_ptr()] for path, s in at.items() if s.data_ptr() in self._devices}
-
-
-def _receive_chunks(request: Request, spec: object, n: int, streams: _Streams) -> Any:
+def _receive_chunks(request: Request, spec: object, n: int, fetch: Callable[[str], Any]) -> Any:
     what = f"checkpoint of step {request.step} from {request.metadata}"
     if not isinstance(spec, pytree.TreeSpec):
         raise CheckpointError(f"{what}: its metadata is a {type(spec)}")
@@ -91,7 +69,7 @@ def _receive_chunks(request: Request, spec: object, n: int, streams: _Streams) -
     with ThreadPoolExecutor(
         threads, "torchft-fetch", initializer=use_device, initargs=(current_device(),)
     ) as pool:
-        chunks = list(pool.map(streams.fetch, [replace(request, key=str(i)) for i in range(n)]))
+        chunks = list(pool.map(fetch, [str(i) for i in range(n)]))
     total = spec.num_leaves
     for i, chunk in enumerate(chunks):
         expected = len(range(i, total, n))

@@ -17,7 +17,7 @@ import re
 import struct
 import zlib
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 from torchft.checkpointing.transport import CheckpointError, Interrupted
 
@@ -28,10 +28,6 @@ _SECRET = re.compile("[0-9a-f]{32}")
 _MAX_FRAME = 1 << 30  # bytes
 _MAX_BLOCK = 1 << 30  # bytes
 _MAX_STATE = 1 << 63  # bytes
-
-
-class Garbled(Interrupted):
-    """The received bytes differ from those that were sent; another request may succeed."""
 
 
 @dataclass(frozen=True)
@@ -69,56 +65,46 @@ class Ticket:
 Name = Tuple[int, str]
 
 
-def pack_structure(
-    sizes: List[int], structure: bytes, devices: Mapping[int, str] = {}, named: Mapping[int, Name] = {}
-) -> bytes:
-    """Encodes the second frame: the sizes of the regions in bytes, the devices of the regions that are not on
-    the CPU, the names of those that are not sent, and the encoded structure.
-    """
-    where = b',"devices":' + json.dumps(devices).encode() if devices else b""
-    where += b',"named":' + json.dumps(named).encode() if named else b""
-    return frame(b'{"sizes":' + json.dumps(sizes).encode() + where + b',"tree":' + structure + b"}")
+class StateRegion(NamedTuple):
+    """One storage of a state."""
+
+    nbytes: int
+    device: str = "cpu"  # at the source
+    name: Optional[Name] = None  # of a region that is not sent, because the target has it; its size is 0
 
 
 class Structure(NamedTuple):
     """The content of the second frame."""
 
-    sizes: List[int]  # sizes of the regions in bytes
+    regions: List[StateRegion]
     tree: Any
-    devices: Dict[int, str]  # devices of regions that are not on the CPU
-    named: Dict[int, Name]  # names of regions that are not sent, because the target has them; their size is 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(region.nbytes for region in self.regions)
+
+
+def pack_structure(regions: Sequence[StateRegion], tree: bytes) -> bytes:
+    """Encodes the second frame; `tree` is the encoded structure."""
+    return frame(b'{"regions":' + json.dumps(regions).encode() + b',"tree":' + tree + b"}")
 
 
 def parse_structure(raw: bytes, what: str) -> Structure:
-    fields: Dict[str, Any] = _json(raw, what)
-    sizes = fields.get("sizes") if isinstance(fields, dict) else None
-    if (
-        not isinstance(sizes, list)
-        or "tree" not in fields
-        or not all(type(n) is int and n >= 0 for n in sizes)
-    ):
-        raise CheckpointError(f"{what}: no structure")
-    if sum(sizes) >= _MAX_STATE:
-        raise CheckpointError(f"{what}: no memory for a state of {sum(sizes)} bytes")
-    devices, named = fields.get("devices", {}), fields.get("named", {})
-    if not _by_region(devices) or not all(type(device) is str for device in devices.values()):
-        raise CheckpointError(f"{what}: its devices are {str(devices)[:200]}")
-    if not _by_region(named) or not all(_is_name(name) for name in named.values()):
-        raise CheckpointError(f"{what}: its names are {str(named)[:200]}")
-    return Structure(
-        sizes,
-        fields["tree"],
-        {int(key): device for key, device in devices.items()},
-        {int(key): (number, of) for key, (number, of) in named.items()},
-    )
+    fields = _json(raw, what)
+    try:
+        structure = Structure([_region(*region) for region in fields["regions"]], fields["tree"])
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{what}: no structure but {raw[:200]!r}") from None
+    if structure.nbytes >= _MAX_STATE:
+        raise CheckpointError(f"{what}: no memory for a state of {structure.nbytes} bytes")
+    return structure
 
 
-def _by_region(value: Any) -> bool:
-    return isinstance(value, dict) and all(key.isascii() and key.isdigit() for key in value)
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, list) and [type(one) for one in value] == [int, str]
+def _region(nbytes: Any, device: Any, name: Any) -> StateRegion:
+    is_name = name is None or (isinstance(name, list) and [type(one) for one in name] == [int, str])
+    if type(nbytes) is not int or nbytes < 0 or type(device) is not str or not is_name:
+        raise ValueError("no region")
+    return StateRegion(nbytes, device, None if name is None else (name[0], name[1]))
 
 
 def frame(body: bytes) -> bytes:
@@ -126,18 +112,18 @@ def frame(body: bytes) -> bytes:
 
 
 def read_frame(file: io.BufferedIOBase, what: str) -> bytes:
-    """Reads a frame; Garbled if it was cut short, or its checksum is wrong."""
+    """Reads a frame; Interrupted if it was cut short, or its checksum is wrong."""
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:
-        raise Garbled(f"{what}: the connection ended during the handshake")
+        raise Interrupted(f"{what}: the connection ended during the handshake")
     magic, length, crc = _HEAD.unpack(head)
     if magic != _MAGIC or length > _MAX_FRAME:
-        raise Garbled(f"{what}: no frame but {head!r}")
+        raise Interrupted(f"{what}: no frame but {head!r}")
     body = file.read(length)
     if len(body) < length:
-        raise Garbled(f"{what}: the connection ended during the handshake")
+        raise Interrupted(f"{what}: the connection ended during the handshake")
     if zlib.crc32(body) != crc:
-        raise Garbled(f"{what}: the structure was garbled on its way")
+        raise Interrupted(f"{what}: the structure was garbled on its way")
     return body
 
 

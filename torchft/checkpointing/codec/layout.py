@@ -21,22 +21,42 @@ def tensors_by_path(state: object) -> Dict[Path, torch.Tensor]:
     }
 
 
-def tensor_nodes(node: Any, path: Path) -> Iterator[Tuple[Path, List[Any]]]:
-    """The tensors of a structure, in the order of `decode`, which alone raises if it is malformed."""
+def leaves(node: Any, path: Path = ()) -> Iterator[Tuple[Path, List[Any]]]:
+    """The tensors, arrays and other items of a structure, in the order of `decode`, which alone raises if it
+    is malformed.
+    """
     if not isinstance(node, list) or not node:
         return
     tag, *items = node
-    if tag in ("T", "D"):
-        plain = plain_node(node) if len(node) > 1 else node
-        if isinstance(plain, list) and len(plain) == 7 and plain[0] == "T":
-            yield path, node
-    elif tag in ("l", "t", "s"):
+    if tag in ("l", "t", "s"):
         for i, item in enumerate(items):
-            yield from tensor_nodes(item, (*path, f"[{i}]"))
+            yield from leaves(item, (*path, f"[{i}]"))
     elif tag in ("d", "o"):
         for key, item in zip(items[::2], items[1::2]):
-            yield from tensor_nodes(key, path)
-            yield from tensor_nodes(item, (*path, f"[{_show_key(key)}]"))
+            yield from leaves(key, path)
+            yield from leaves(item, (*path, f"[{_show_key(key)}]"))
+    else:
+        yield path, node
+
+
+def tensor_nodes(tree: Any) -> Dict[Path, List[Any]]:
+    """The tensors of a structure, by path."""
+    return {path: node for path, node in leaves(tree) if _is_tensor(node)}
+
+
+def _is_tensor(node: List[Any]) -> bool:
+    plain = plain_node(node) if node[0] in ("T", "D") and len(node) > 1 else None
+    return isinstance(plain, list) and len(plain) == 7 and plain[0] == "T" and type(plain[1]) is int
+
+
+def regions_of(node: Any) -> List[int]:
+    """The regions that a leaf uses."""
+    if not isinstance(node, list) or len(node) < 3:
+        return []
+    if node[0] == "D":
+        return [*regions_of(node[1]), *regions_of(node[2])]
+    used = [node[1]] if node[0] == "T" else node[2] if node[0] == "P" else []
+    return [region for region in used if type(region) is int] if isinstance(used, list) else []
 
 
 def plain_node(node: List[Any]) -> List[Any]:

@@ -1,10 +1,8 @@
-"""Host memory for received tensors, and how much of it this process may still allocate."""
+"""Host memory for received tensors."""
 
 from __future__ import annotations
 
-import logging
 import mmap
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
@@ -15,11 +13,7 @@ from typing import Optional
 
 import torch
 
-from torchft.checkpointing.memory import reservation
-from torchft.checkpointing.memory.reservation import NoRoom, Reservation
 from torchft.checkpointing.transport import CheckpointError
-
-logger: logging.Logger = logging.getLogger(__name__)
 
 _OWN = 128 << 10  # bytes; smaller tensors are allocated on the heap
 _AREA = 64 << 20  # bytes of an area that tensors share; a larger tensor has a separate area
@@ -102,74 +96,3 @@ def flat_storage(nbytes: int, what: str, device: torch.device, memory: HostMemor
     except (RuntimeError, MemoryError, AssertionError) as error:
         where = "" if device.type == "cpu" else f" on {device}: {error}"
         raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes{where}") from error
-
-
-def reserve(nbytes: int, share: int = 1) -> Reservation:
-    """Reserves host memory that is about to be allocated.
-
-    Args:
-        share: at most one part in so many of the free memory is given
-
-    Raises:
-        NoRoom: there is not enough that other processes have not reserved
-    """
-    try:
-        return reservation.reserve(nbytes, available_memory, share)
-    except OSError as error:  # the other ranks of this host look at the same bytes
-        logger.warning("memory cannot be reserved, so it is divided among the ranks of this host: %s", error)
-        left = available_memory() // share // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-        if nbytes > left:
-            raise NoRoom(left) from None
-        return Reservation()
-
-
-def reserve_for_state(nbytes: int, what: str) -> Reservation:
-    """Reserves host memory for a state on devices at the source; CheckpointError if it does not fit."""
-    try:
-        return reserve(nbytes)
-    except NoRoom as error:
-        raise CheckpointError(
-            f"{what}: {nbytes} bytes of it are on a device at the source, and this host has {error.free} "
-            "free for them that no other rank has reserved; with use_async_quorum=False they are received in "
-            "place where another group has them too"
-        ) from None
-
-
-def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that can be allocated before the host or this container runs out; sys.maxsize if that is unknown.
-
-    Args:
-        proc: the mount point of procfs
-        cgroup: the directory of the container's limit (version 2, else version 1)
-    """
-    limits = [_host_available(proc), _cgroup_available(cgroup, "memory.max", "memory.current")]
-    limits.append(_cgroup_available(cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
-    return min((limit for limit in limits if limit is not None), default=maxsize)
-
-
-def _host_available(proc: Path) -> Optional[int]:
-    try:
-        for line in (proc / "meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
-
-
-def _cgroup_available(folder: Path, limit_file: str, usage_file: str) -> Optional[int]:
-    try:
-        limit = (folder / limit_file).read_text().strip()
-        if limit == "max":
-            return None
-        usage = int((folder / usage_file).read_text())
-        for line in (folder / "memory.stat").read_text().splitlines():
-            if line.startswith(("inactive_file ", "total_inactive_file ")):
-                usage -= int(line.split()[1])  # page cache that the kernel frees on demand
-                break
-        return max(0, int(limit) - usage)
-    except (OSError, ValueError, IndexError):
-        return None

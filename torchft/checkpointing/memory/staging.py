@@ -27,6 +27,7 @@ class StreamCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._blocks: List[torch.Tensor] = []  # of `in_blocks`
         self._backend: Any = torch.get_device_module(device.type)
         self._stream = free_stream(device)
         self._stream.wait_event(torch.accelerator.current_stream(device).record_event())
@@ -48,13 +49,13 @@ class StreamCopies:
 
     def in_blocks(self, source: torch.Tensor) -> Generator[torch.Tensor, None, None]:
         """Yields the bytes of device memory in blocks on the host, each valid until the next. No copy is in
-        progress after the last one, or when the iterator is closed.
+        progress after the last one, or when the iterator is closed. One iterator at a time.
         """
-        blocks = [self.block(BLOCK) for _ in range(2)]
+        self._blocks = self._blocks or [self.block(BLOCK) for _ in range(2)]
         ahead: List[Tuple[torch.Tensor, DeviceEvent]] = []
         try:
             for number, piece in enumerate(source.split(BLOCK)):
-                block = blocks[number % 2][: piece.numel()]
+                block = self._blocks[number % 2][: piece.numel()]
                 ahead.append((block, self.start(block, piece)))
                 if number:
                     yield _first(ahead)

@@ -20,7 +20,7 @@ def misfit(tree: Any, own: object) -> Optional[str]:
         tree: the structure of the saved state, decoded from JSON.
         own: the state that the rank has.
     """
-    saved, mine = dict(tensor_nodes(tree, ())), tensors_by_path(own)
+    saved, mine = tensor_nodes(tree), tensors_by_path(own)
     for path, tensor in mine.items():
         if (differs := difference(tensor, path, saved.get(path))) is not None:
             return differs

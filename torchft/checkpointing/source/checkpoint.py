@@ -10,7 +10,7 @@ from typing import Dict, Mapping, Optional
 import torch.utils._pytree as pytree
 
 from torchft.checkpointing.codec.encoding import Encoded, decode
-from torchft.checkpointing.codec.handshake import Name, pack_structure
+from torchft.checkpointing.codec.handshake import Name, StateRegion, pack_structure
 from torchft.checkpointing.codec.requests import FULL, METADATA
 from torchft.checkpointing.codec.stream import Pickled, pickle_object, storage_bytes
 from torchft.checkpointing.codec.upstream import with_main_parts
@@ -62,9 +62,9 @@ class Checkpoint:
 
     def structure_frame(self, rest: bool = False) -> bytes:
         """Describes the storages that a target receives; with `rest` it has those that have names."""
-        storages, named = self.encoded.storages, self.named if rest else {}
-        devices = {
-            i: str(storage.device) for i, storage in enumerate(storages) if storage.device.type != "cpu"
-        }
-        sizes = [0 if i in named else storage.nbytes() for i, storage in enumerate(storages)]
-        return pack_structure(sizes, self.encoded.structure, devices, named)
+        named = self.named if rest else {}
+        regions = [
+            StateRegion(0 if i in named else storage.nbytes(), str(storage.device), named.get(i))
+            for i, storage in enumerate(self.encoded.storages)
+        ]
+        return pack_structure(regions, self.encoded.structure)

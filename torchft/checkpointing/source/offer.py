@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torchft.checkpointing.codec.encoding import is_dtensor, is_plain, with_flags
 from torchft.checkpointing.codec.stream import Pickled, storage_bytes, tensor_memory
 from torchft.checkpointing.memory.host import HostMemory
-from torchft.checkpointing.memory.reservation import Reservation
+from torchft.checkpointing.memory.reservation import NoRoom, Reservation, reserve
 from torchft.checkpointing.memory.staging import StreamCopies, copies_for
 from torchft.checkpointing.native.core import ON_DEVICE, Grant, NativeOffer, NativeServer
 from torchft.checkpointing.source.checkpoint import Checkpoint
@@ -86,15 +86,10 @@ class Offer:
     owner's memory: a source waits for its targets before that. The native core serves tensors on a device
     from a copy in host memory, and begins to send it before it is complete. So the copy is started when the
     first target asks. If there is no memory for it, the upstream format is used.
-
-    Args:
-        room: the memory that is reserved for a copy of tensors on devices, until that is made; None: there is
-            no copy
     """
 
-    def __init__(self, checkpoint: Checkpoint, room: Optional[Reservation] = None) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self.room = room
         self.session = secrets.token_hex(8)  # lets a reconnecting target recognize the same bytes
         storages = checkpoint.encoded.storages
         flats = list(_small_copied([storage_bytes(storage) for storage in storages]))
@@ -115,7 +110,8 @@ class Offer:
         self._sent = 0  # bytes of the upstream format
         # pieces being sent, each with the function that cuts its reader off
         self._direct: Dict[object, Callable[[], None]] = {}
-        self._failed = False  # whether the copy failed
+        self._room: Optional[Reservation] = None  # for the copy, until that is made
+        self._failed = False  # whether there is no memory for the copy, or it failed
         # Whether the owner may change the memory, once the work that still uses it has ended.
         self._closed = False
         self._copier: Optional[threading.Thread] = None
@@ -134,8 +130,8 @@ class Offer:
         with self._cond:
             blocks = list(self._blocks.values())
             needed = [block for block in blocks if block.nbytes and block.region not in named]
-            may_copy = self.room is not None and not self._failed
-            if any(not (block.flat.is_cpu or (block.copies is not None and may_copy)) for block in needed):
+            away = [block for block in needed if not block.flat.is_cpu]
+            if any(block.copies is None for block in away) or (away and not self._may_copy()):
                 return None
             if rest not in self._native_offers:
                 regions = [(block.address, 0 if block.region in named else block.nbytes) for block in blocks]
@@ -145,6 +141,15 @@ class Offer:
                 if self._closed:
                     native.revoke(0)
             return self._native_offers[rest]
+
+    def _may_copy(self) -> bool:
+        """Whether tensors on devices can be copied; reserves the memory for that."""
+        if self._room is None and not (self._failed or self._closed):
+            try:
+                self._room = reserve(self.checkpoint.nbytes_on_devices, share=2)
+            except NoRoom:
+                self._failed = True
+        return not self._failed
 
     @contextmanager
     def granted(self, native: NativeOffer) -> Iterator[Grant]:
@@ -203,8 +208,8 @@ class Offer:
                 native.copied(block.region, block.copy, block.ready)
 
     def _release_room(self) -> None:
-        if self.room is not None:
-            self.room.release()
+        if self._room is not None:
+            self._room.release()
 
     def read(
         self, stream: Pickled, cut_off: Callable[[], None], pacer: Pacer

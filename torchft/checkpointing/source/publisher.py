@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from typing import Iterator, List, Optional, Protocol, Tuple
 
 from torchft.checkpointing.codec.requests import StatePart
-from torchft.checkpointing.memory.reservation import Reservation
 from torchft.checkpointing.source.checkpoint import Checkpoint
 from torchft.checkpointing.source.offer import Offer
 from torchft.checkpointing.transport import Role
@@ -88,20 +87,18 @@ class Publisher:
         step: int,
         checkpoint: Checkpoint,
         role: Role = Role.ASSIGNED,
-        room: Optional[Reservation] = None,
     ) -> None:
         """Offers a checkpoint in place of the previous one.
 
         Args:
             role: the role of this source. Readers of an additional source also read from the assigned one, so
                 `disallow` closes their connections at once
-            room: the memory that is reserved for a copy of tensors on devices; None: there is no copy
         """
         last = self._offer  # read once: another thread may drop it
         if last is not None:
             # the caller did not disallow the previous one, and may change its tensors now
             last.close(self._keep)
-        offer = Offer(checkpoint, room)
+        offer = Offer(checkpoint)
         with self._cond:
             self._role = role
             self._set_offer(step, offer)
@@ -200,7 +197,7 @@ class Publisher:
             if self._allowed:
                 self._step = step
                 return
-        offer = Offer(last.checkpoint, last.room)
+        offer = Offer(last.checkpoint)
         with self._cond:
             self._set_offer(step, offer)
 

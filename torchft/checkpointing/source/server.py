@@ -11,7 +11,7 @@ from contextlib import closing
 from http import HTTPStatus
 from typing import Optional
 
-from torchft.checkpointing.codec.handshake import PROTOCOL, Ticket, pack_structure
+from torchft.checkpointing.codec.handshake import PROTOCOL, StateRegion, Ticket, pack_structure
 from torchft.checkpointing.codec.requests import (
     DECISION,
     FULL,
@@ -106,7 +106,7 @@ class _Handler(_RequestHandler):
         self._extend_deadline()
         native = server.offer([(part.memory.data_ptr(), part.memory.numel())], part)
         with closing(native), closing(native.grant()) as grant:
-            structure = pack_structure([part.memory.numel()], json.dumps(part.value).encode())
+            structure = pack_structure([StateRegion(part.memory.numel())], json.dumps(part.value).encode())
             self._hand_over(native, grant, secrets.token_hex(8), structure)
 
     def _serve(self, offer: Offer, key: str) -> None:

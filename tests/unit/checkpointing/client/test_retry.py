@@ -9,8 +9,6 @@ import pytest
 
 from torchft.checkpointing.client.request import Busy, RequestRefused
 from torchft.checkpointing.client.retry import MOST, PAUSE, Attempts
-from torchft.checkpointing.client.transfer import SourceFailed
-from torchft.checkpointing.codec.handshake import Garbled
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, Interrupted, Unsendable
 
 
@@ -47,9 +45,7 @@ def test_a_busy_source_is_asked_until_the_deadline() -> None:
     ("kind", "retried"),
     [
         (Interrupted, True),
-        (Garbled, True),
         (Busy, True),
-        (SourceFailed, True),
         (RequestRefused, False),
         (Unsendable, False),
         (CheckpointError, False),

@@ -16,8 +16,10 @@ from torch.distributed.tensor import Shard
 
 from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing._serialization import _streaming_load, _streaming_save
-from torchft.checkpointing.client.places import Places
+from torchft.checkpointing.client.places import Destination
+from torchft.checkpointing.client.target import TargetState
 from torchft.checkpointing.codec.encoding import Encoded, decode
+from torchft.checkpointing.codec.handshake import StateRegion, Structure
 from torchft.checkpointing.codec.stream import read_object, storage_bytes
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.checkpointing.transport import CheckpointError
@@ -183,10 +185,11 @@ def test_a_mesh_may_be_named_like_tags_of_the_encoding(four_ranks: None) -> None
     want, mine = placed("replicated"), placed("replicated")
     mine.to_local().zero_()
     encoded = Encoded({"w": want})
-    sizes = [storage.nbytes() for storage in encoded.storages]
-    tree = json.loads(encoded.structure)
-    places = Places(tree, sizes, {("['w']",): mine}, "the state", strict=True)
-    placed_at = places.regions[0]  # received directly into the local tensor
+    structure = Structure(
+        [StateRegion(storage.nbytes()) for storage in encoded.storages], json.loads(encoded.structure)
+    )
+    target = TargetState(lambda: {"w": mine}, writable=True)
+    placed_at = Destination(structure, target, "the state", torch.device).regions[0]
     assert (placed_at.data_ptr(), placed_at.numel()) == (mine.to_local().data_ptr(), 24)
 
 

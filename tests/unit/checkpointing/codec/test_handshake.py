@@ -11,14 +11,14 @@ import pytest
 
 from tests.unit.checkpointing.forged_source import server_that_sends
 from torchft.checkpointing import HTTPTransport
-from torchft.checkpointing.codec.handshake import Ticket, frame, pack_structure, parse_structure
+from torchft.checkpointing.codec.handshake import StateRegion, Ticket, frame, pack_structure, parse_structure
 from torchft.checkpointing.native import core
 from torchft.checkpointing.transport import CheckpointError
 
 TIMEOUT = timedelta(seconds=20)
 AGREES = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: torchft-heal/1\r\n\r\n"
 FIELDS: dict[str, Any] = {"port": 1, "secret": "0a" * 16, "session": "s", "block_size": 4096}
-STATE = pack_structure([8], b'["T",0,"float32",0,[2],[1],0]')
+STATE = pack_structure([StateRegion(8)], b'["T",0,"float32",0,[2],[1],0]')
 STRANGE = [
     None,
     True,
@@ -62,15 +62,18 @@ def ticket(**changes: Any) -> bytes:
         (ticket(block_size=1 << 70) + STATE, "blocks of 1180591620717411303424 bytes"),
         (ticket(secret="zz") + STATE, "the secret in its ticket is malformed"),
         (ticket(secret="\ud800") + STATE, "the secret in its ticket is malformed"),
-        (ticket() + frame(b'{"sizes":[8]}'), "no structure"),
-        (ticket() + pack_structure([-1], b"1"), "no structure"),
-        (ticket() + frame(b'{"sizes":[NaN],"tree":1}'), "no structure"),
-        (ticket() + pack_structure([1 << 62], b"1"), "no memory for a tensor of 4611686018427387904 bytes"),
+        (ticket() + frame(b'{"regions":[[8,"cpu",null]]}'), "no structure"),
+        (ticket() + pack_structure([StateRegion(-1)], b"1"), "no structure"),
+        (ticket() + frame(b'{"regions":[[NaN,"cpu",null]],"tree":1}'), "no structure"),
         (
-            ticket() + pack_structure([1 << 62] * 2, b"1"),
+            ticket() + pack_structure([StateRegion(1 << 62)], b"1"),
+            "no memory for a tensor of 4611686018427387904 bytes",
+        ),
+        (
+            ticket() + pack_structure([StateRegion(1 << 62)] * 2, b"1"),
             "no memory for a state of 9223372036854775808 bytes",
         ),
-        (ticket() + pack_structure([1 << 90], b"1"), "no memory for a state of"),
+        (ticket() + pack_structure([StateRegion(1 << 90)], b"1"), "no memory for a state of"),
     ],
 )
 @pytest.mark.usefixtures("at_once_again")
@@ -107,28 +110,27 @@ def test_changed_fields() -> None:
     assert 0 < understood < 2000
 
 
-@pytest.mark.parametrize("sizes", STRANGE)
-def test_changed_sizes(sizes: Any) -> None:
-    raw = json.dumps({"sizes": sizes, "tree": 1}).encode()
-    if sizes == []:
-        assert parse_structure(raw, "the state") == ([], 1, {}, {})
-        return
-    with pytest.raises(CheckpointError, match="the state"):
-        parse_structure(raw, "the state")
+@pytest.mark.parametrize("strange", STRANGE)
+def test_changed_structures(strange: Any) -> None:
+    def parse(regions: Any) -> list[StateRegion]:
+        return parse_structure(json.dumps({"regions": regions, "tree": 1}).encode(), "the state").regions
 
-
-@pytest.mark.parametrize("devices", STRANGE)
-def test_changed_devices(devices: Any) -> None:
-    def parse(devices: Any) -> Any:
-        return parse_structure(
-            json.dumps({"sizes": [5], "tree": 1, "devices": devices}).encode(), "the state"
-        ).devices
-
-    assert parse({"0": "cuda:1"}) == {0: "cuda:1"}
-    for strange in (devices, {"0": devices}, {str(devices): "cuda:0"}):
-        if strange == {} or (
-            isinstance(strange, dict) and all(k.isdigit() and type(v) is str for k, v in strange.items())
-        ):
+    assert parse([[5, "cuda:1", None], [0, "cpu", [3, "exp_avg"]]]) == [
+        StateRegion(5, "cuda:1"),
+        StateRegion(0, "cpu", (3, "exp_avg")),
+    ]
+    is_size = type(strange) is int and 0 <= strange < 1 << 63
+    for regions, valid in [
+        (strange, strange in ([], {}, "")),
+        ([strange], False),
+        ([[strange, "cpu", None]], is_size),
+        ([[5, strange, None]], isinstance(strange, str)),
+        ([[5, "cpu", strange]], strange is None),
+        ([[5, "cpu", [strange, "exp_avg"]]], type(strange) is int),
+        ([[5, "cpu", [3, strange]]], isinstance(strange, str)),
+    ]:
+        if valid:
+            assert len(parse(regions)) == len(regions)
             continue
-        with pytest.raises(CheckpointError, match="the state: its devices are"):
-            parse(strange)
+        with pytest.raises(CheckpointError, match=r"the state: no (structure|memory)"):
+            parse(regions)

@@ -8,61 +8,9 @@ import torch
 
 from tests.unit.resident import needs_proc, resident
 from torchft.checkpointing.memory import host
-from torchft.checkpointing.memory.host import HostMemory, available_memory, huge_pages
+from torchft.checkpointing.memory.host import HostMemory, huge_pages
 
-GB = 1 << 30
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-def write(folder: Path, **files: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / name.replace("__", ".")).write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("v2", "v1", "want"),
-    [
-        ({}, {}, 8 * GB),
-        ({"memory__max": "max\n", "memory__current": "1\n"}, {}, 8 * GB),
-        (
-            {"memory__max": str(4 * GB), "memory__current": str(3 * GB), "memory__stat": "anon 5\n"},
-            {},
-            1 * GB,
-        ),
-        (
-            {
-                "memory__max": str(4 * GB),
-                "memory__current": str(3 * GB),
-                "memory__stat": f"inactive_file {2 * GB}\n",
-            },
-            {},
-            3 * GB,
-        ),
-        ({"memory__max": str(4 * GB), "memory__current": str(5 * GB), "memory__stat": ""}, {}, 0),
-        ({"memory__max": str(64 * GB), "memory__current": "0", "memory__stat": ""}, {}, 8 * GB),
-        ({"memory__max": "junk", "memory__current": "0", "memory__stat": ""}, {}, 8 * GB),
-        (
-            {},
-            {
-                "memory__limit_in_bytes": str(2 * GB),
-                "memory__usage_in_bytes": str(GB),
-                "memory__stat": "cache 1\n",
-            },
-            1 * GB,
-        ),
-    ],
-)
-def test_the_smallest_limit_counts(tmp_path: Path, v2: dict[str, str], v1: dict[str, str], want: int) -> None:
-    write(tmp_path / "proc", meminfo=f"MemTotal: 9 kB\nMemAvailable: {8 * GB // 1024} kB\n")
-    write(tmp_path / "cgroup", **v2)
-    write(tmp_path / "cgroup" / "memory", **v1)
-    assert available_memory(tmp_path / "proc", tmp_path / "cgroup") == want
-
-
-def test_this_machine_has_available_memory() -> None:
-    free = available_memory()
-    assert free is not None and free > 1 << 20
 
 
 def in_huge_pages() -> int:
@@ -115,7 +63,8 @@ def test_huge_pages_are_not_used_where_the_host_takes_back_free_memory(
 ) -> None:
     monkeypatch.setattr(host, "_BALLOONS", f"{tmp_path}/*/features")
     for number, text in enumerate(features):
-        write(tmp_path / f"virtio{number}", features=text + "\n")
+        (tmp_path / f"virtio{number}").mkdir()
+        (tmp_path / f"virtio{number}" / "features").write_text(text + "\n")
     assert huge_pages.__wrapped__() == (mmap.MADV_HUGEPAGE if used else mmap.MADV_NOHUGEPAGE)
 
 

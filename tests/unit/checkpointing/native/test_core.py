@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import logging
 import os
 import re
@@ -25,7 +24,7 @@ import pytest
 import torch
 
 from tests.promises import ABORT_S, within
-from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
+from tests.unit.checkpointing.checkpoint_states import assert_same, into, training_state
 from tests.unit.waiting import wait_until
 from torchft._torchft import _load
 from torchft.checkpointing import HTTPTransport
@@ -76,7 +75,7 @@ def tensors(state: Any) -> list[torch.Tensor]:
 def test_tensors_are_received_in_place(make: Any) -> None:
     source, own = make(), model(0.0)
     source.send_checkpoint([1], 1, model(1.0), TIMEOUT)
-    got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, target=into(own))
     assert_same(got, model(1.0))
     for mine, theirs in zip(tensors(own), tensors(got)):
         assert mine is theirs
@@ -88,7 +87,7 @@ def test_keys_of_any_kind_name_a_place(make: Any) -> None:
     state = {(1, "a"): torch.arange(5.0), torch.float16: torch.ones(2), b"x": {2**70: torch.full((7,), 3.0)}}
     source = make()
     source.send_checkpoint([1], 1, state, TIMEOUT)
-    got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, target=into(own))
     assert_same(got, state)
     assert got[1, "a"] is own[1, "a"] and got[torch.float16] is own[torch.float16]
     assert got[b"x"][2**70] is own[b"x"][2**70]
@@ -107,7 +106,7 @@ def test_tensors_with_another_layout_are_copied_to_their_place(make: Any) -> Non
     }
     source = make()
     source.send_checkpoint([1], 1, theirs, TIMEOUT)
-    got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, target=into(own))
     for name in own:
         assert got[name] is own[name] and torch.equal(own[name], theirs[name])
     assert base[:2].sum() == 0 and base[4].sum() == 0
@@ -116,57 +115,27 @@ def test_tensors_with_another_layout_are_copied_to_their_place(make: Any) -> Non
 def test_tensors_that_are_not_here_are_allocated(make: Any) -> None:
     source, own = make(), {"model": {"w": torch.zeros(3)}}
     source.send_checkpoint([1], 1, {"model": {"w": torch.ones(3)}, "optim": {0: torch.ones(2)}}, TIMEOUT)
-    got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, target=into(own))
     assert got["model"]["w"] is own["model"]["w"] and got["optim"][0].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
-    ("own", "error"),
+    "own",
     [
-        (
-            {"a": torch.zeros(3), "b": torch.zeros(2)},
-            r"\['a'\] is float32 \[2\] there and float32 \[3\] in this group",
-        ),
-        ({"a": torch.zeros(2).int(), "b": torch.zeros(2)}, r"\['a'\] is float32 \[2\] there and int32 \[2\]"),
-        (
-            {"a": torch.zeros(2), "c": [torch.zeros(2)]},
-            r"it has no tensor \['c'\]\[0\], and the state of this group has",
-        ),
-        ({"a": [torch.zeros(2)]}, r"it has no tensor \['a'\]\[0\]"),
+        {"a": torch.zeros(3), "b": torch.zeros(2)},
+        {"a": torch.zeros(2).int(), "b": torch.zeros(2)},
+        {"a": torch.zeros(2), "c": [torch.zeros(2)]},
+        {"a": [torch.zeros(2)]},
     ],
 )
-def test_a_state_that_differs_is_refused(make: Any, own: Any, error: str) -> None:
+def test_only_tensors_that_fit_are_filled(make: Any, own: Any) -> None:
+    source, state = make(), {"a": torch.ones(2), "b": torch.ones(2)}
     before = {key: value.clone() for key, value in own.items() if isinstance(value, torch.Tensor)}
-    source = make()
-    source.send_checkpoint([1], 1, {"a": torch.ones(2), "b": torch.ones(2)}, TIMEOUT)
-    with pytest.raises(CheckpointError, match=error):
-        make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    source.send_checkpoint([1], 1, state, TIMEOUT)
+    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, target=into(own))
+    assert_same(got, state)
     for key, value in before.items():
-        assert torch.equal(own[key], value)
-
-
-@pytest.mark.parametrize("num_chunks", [0, 2])
-def test_the_upstream_format_is_received_in_place_too(num_chunks: int) -> None:
-    source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks)
-    own, other = model(0.0), model(0.0)
-    other["t"] = torch.zeros(3, 5)
-    targets: list[HTTPTransport[Any]] = [
-        HTTPTransport(TIMEOUT, num_chunks, state_dict=lambda state=state: state) for state in (own, other)
-    ]
-    try:
-        source._native.get = lambda: None  # as in upstream
-        source.send_checkpoint([1, 2], 1, model(1.0), TIMEOUT)
-        got = targets[0].recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-        with pytest.raises(
-            CheckpointError, match=r"\['t'\] is float32 \[5, 3\] there and float32 \[3, 5\] in this group"
-        ):
-            targets[1].recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    finally:
-        for transport in (source, *targets):
-            transport.shutdown()
-    assert_same(got, model(1.0))
-    assert all(mine is theirs for mine, theirs in zip(tensors(own), tensors(got)))
-    assert_same(other, {**model(0.0), "t": torch.zeros(3, 5)})  # nothing has changed
+        assert torch.equal(own[key], value) or got[key] is own[key]
 
 
 # Settings
@@ -568,18 +537,13 @@ def test_an_unauthenticated_connection_at_the_data_port(make: Any) -> None:
 # Progress
 
 
-def test_progress_on_a_terminal_and_in_a_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_in_a_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    now, terminal = [0.0], io.StringIO()
-    bar = TransferProgress("heal", logging.getLogger("test"), terminal, clock=lambda: now[0])
-    lines = TransferProgress("heal", logging.getLogger("test"), None, clock=lambda: now[0])
+    now = [0.0]
+    lines = TransferProgress("heal", logging.getLogger("test"), clock=lambda: now[0])
     for _ in range(100):
         now[0] += 0.1
-        bar.update(int(now[0] * 1e8), 10**9)
         lines.update(int(now[0] * 1e8), 10**9)
-    bar.close()
-    assert "[###############...............] 0.5 of 1.0 GB, 0.10 GB/s, 5 s left" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\r\x1b[K")
     assert 1 <= len(re.findall("heal: 0.5 of 1.0 GB, 0.10 GB/s, 5 s left", caplog.text)) <= 2
     assert describe(0, 10**9, 3.0) == "0.0 of 1.0 GB, 0.00 GB/s, no data yet"
 

@@ -10,6 +10,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import urlencode, urlsplit
@@ -53,15 +54,23 @@ class HttpLighthouse:
             reads; default: TORCHFT_LIGHTHOUSE, else this machine.
         job: name of the job; default: TORCHFT_JOB_ID, else the lighthouse's unnamed job.
         timeout: seconds until the first byte of an answer.
+        polls: whether requests wait for a change, so that a long one is not announced.
 
     Raises:
         Unanswered: an address is malformed.
     """
 
     def __init__(
-        self, addresses: str | None, job: str | None = None, *, timeout: float = _TIMEOUT_SEC
+        self,
+        addresses: str | None,
+        job: str | None = None,
+        *,
+        timeout: float = _TIMEOUT_SEC,
+        polls: bool = False,
     ) -> None:
         self._timeout = timeout
+        self._polls = polls
+        self._served = ""  # the address that has served last, which is asked first
         usual = f"http://{host_port(loopback(), DEFAULT_PORT)}"
         self._setting = addresses or os.environ.get(LIGHTHOUSE_ENV) or usual
         self.job = job or os.environ.get(JOB_ENV) or DEFAULT_JOB
@@ -82,10 +91,7 @@ class HttpLighthouse:
             Unanswered: no lighthouse answers, or the server at the address is not a lighthouse.
         """
         with self._open(path, "GET", {"Accept": "application/json"}) as response:
-            try:
-                answer = json.loads(_body(response))
-            except ValueError:
-                raise Unanswered(f"{response.url} answered without JSON: is it a lighthouse?") from None
+            answer = _json(response)
             if not _fits(path, answer):
                 raise Unanswered(f"{response.url} answered other JSON: is it a lighthouse?")
             return answer
@@ -109,7 +115,22 @@ class HttpLighthouse:
             except (OSError, http.client.HTTPException) as e:
                 raise _broken(e) from None
             except ValueError:
-                raise Unanswered(f"{response.url} answered without JSON: is it a lighthouse?") from None
+                raise _no_json(response) from None
+
+    def post(self, path: str, value: Any, timeout: float | None = None) -> Any:
+        """Sends JSON, with the token of TORCHFT_TOKEN_FILE if set, and returns the JSON of the answer.
+
+        Args:
+            path: of the request.
+            value: what is sent.
+            timeout: seconds until the first byte of the answer; default: that of this object.
+
+        Raises:
+            Unanswered: no lighthouse answers, or one refuses.
+            ValueError: TORCHFT_TOKEN_FILE cannot be read.
+        """
+        with self._open(path, "POST", token_headers(), json.dumps(value).encode(), timeout) as response:
+            return _json(response)
 
     def ask(self, what: str, replica_id: str) -> str:
         """Requests that the lighthouse ``kill`` or ``drain`` a group, with the token of TORCHFT_TOKEN_FILE if
@@ -150,23 +171,32 @@ class HttpLighthouse:
         return f"{_checked(address)}: {self._ask(f'cluster/{what}', address=_checked(address))}"
 
     def _ask(self, what: str, **body: str | int) -> str:
-        encoded = json.dumps(body).encode()
-        with self._open(f"/api/v1/{what}", "POST", token_headers(), encoded) as response:
-            try:
-                return str(json.loads(_body(response))["done"])
-            except (ValueError, KeyError, TypeError):
-                raise Unanswered(f"{response.url} answered other JSON: is it a lighthouse?") from None
+        answer = self.post(f"/api/v1/{what}", body)
+        if not isinstance(answer, dict) or "done" not in answer:
+            raise Unanswered(f"{self._served} answered other JSON: is it a lighthouse?")
+        return str(answer["done"])
 
-    def _open(self, path: str, method: str, headers: dict[str, str], body: bytes | None = None) -> Any:
+    def _open(
+        self,
+        path: str,
+        method: str,
+        headers: dict[str, str],
+        body: bytes | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        timeout = self._timeout if timeout is None else timeout
         if self.job != DEFAULT_JOB:
             path += f"{'&' if '?' in path else '?'}{urlencode({'job': self.job})}"
 
         def ask(address: str) -> Any:
             request = urllib.request.Request(address + path, data=body, method=method, headers=headers)
             try:
-                waiting = f"waiting for the lighthouse at {address}, at most {self._timeout:g} s"
-                with announced(_SILENT_SEC, print, waiting, file=sys.stderr, flush=True):
-                    return direct(address).open(request, timeout=self._timeout)
+                waiting = f"waiting for the lighthouse at {address}, at most {timeout:g} s"
+                silent = announced(_SILENT_SEC, print, waiting, file=sys.stderr, flush=True)
+                with nullcontext() if self._polls else silent:
+                    response = direct(address).open(request, timeout=timeout)
+                self._served = address
+                return response
             except urllib.error.HTTPError as e:
                 with e:
                     raise refusal_of(address, e.code, _body(e)) from None
@@ -176,13 +206,13 @@ class HttpLighthouse:
                 reason = getattr(e, "reason", e)
                 late = isinstance(reason, TimeoutError)
                 raise Unanswered(
-                    f"{address}: {f'no answer within {self._timeout:g} s' if late else reason}"
+                    f"{address}: {f'no answer within {timeout:g} s' if late else reason}"
                 ) from None
 
         try:
-            return _first_that_serves(self.addresses, ask)
+            return _first_that_serves(sorted(self.addresses, key=lambda one: one != self._served), ask)
         except Unanswered as e:
-            if e.code is not None:
+            if e.code is not None or self._polls:
                 raise
             raise Unanswered(
                 f"no lighthouse answered ({e}); is it running, and is --lighthouse or {LIGHTHOUSE_ENV} its "
@@ -198,67 +228,6 @@ def tell_bad_node(lighthouse: str, job: str, node: str, reasons: Iterable[str]) 
     except (Unanswered, ValueError) as e:
         return f"this is no event of the job: {e}"
     return ""
-
-
-class LighthouseConnection:
-    """A persistent connection to a lighthouse, or to the first of a cluster that serves, for one request at a
-    time. It ends with this process.
-
-    Args:
-        addresses: as :func:`address_of` returns them.
-        timeout: seconds until the first byte of an answer.
-    """
-
-    def __init__(self, addresses: str, timeout: float = _TIMEOUT_SEC) -> None:
-        self._addresses = addresses.split(",")
-        self._timeout = timeout
-        self._connection = self._to(self._addresses[0])
-
-    def post(self, path: str, value: Any) -> Any:
-        """Sends JSON, with the job's token if there is one, and returns the JSON of the answer.
-
-        Raises:
-            Unanswered: no lighthouse answers, or one refuses; the next call reconnects.
-        """
-        try:
-            headers = token_headers()
-        except ValueError as error:  # the token's file cannot be read
-            raise Unanswered(str(error), 401) from None
-
-        def ask(address: str) -> Any:
-            if address != self._addresses[0]:
-                self.close()
-                self._addresses.sort(key=lambda other: other != address)  # first also for the next call
-                self._connection = self._to(address)
-            return self._post(path, json.dumps(value), headers)
-
-        return _first_that_serves(list(self._addresses), ask)
-
-    def _post(self, path: str, body: str, headers: dict[str, str]) -> Any:
-        address = self._addresses[0]
-        try:
-            self._connection.request("POST", path, body, headers)
-            response = self._connection.getresponse()
-            answer = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            self.close()
-            raise Unanswered(f"{address} does not answer: {error or type(error).__name__}") from None
-        if response.status != http.client.OK:
-            raise refusal_of(address, response.status, answer)
-        try:
-            return json.loads(answer)
-        except ValueError:
-            raise Unanswered(f"{address} answered without JSON: is it a lighthouse?", 404) from None
-
-    def _to(self, address: str) -> http.client.HTTPConnection:
-        parts, tls = urlsplit(address), _tls(address)
-        host, port = parts.hostname or "", parts.port
-        if tls is None:
-            return http.client.HTTPConnection(host, port, timeout=self._timeout)
-        return http.client.HTTPSConnection(host, port, timeout=self._timeout, context=tls)
-
-    def close(self) -> None:
-        self._connection.close()
 
 
 def address_of(endpoint: str) -> str:
@@ -315,6 +284,17 @@ def _body(response: Any) -> bytes:
         return response.read()
     except (OSError, http.client.HTTPException) as e:
         raise _broken(e) from None
+
+
+def _json(response: Any) -> Any:
+    try:
+        return json.loads(_body(response))
+    except ValueError:
+        raise _no_json(response) from None
+
+
+def _no_json(response: Any) -> Unanswered:
+    return Unanswered(f"{response.url} answered without JSON: is it a lighthouse?", 404)
 
 
 def _broken(error: Exception) -> Unanswered:

@@ -11,11 +11,9 @@ import os
 import threading
 import time
 import uuid
-from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Optional
-from urllib.parse import urlencode
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous.api import (
@@ -31,7 +29,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from torchft._forked import Maker, threaded
-from torchft._lighthouse_http import LighthouseConnection, Unanswered, address_of
+from torchft._lighthouse_http import HttpLighthouse, Unanswered, address_of
 from torchft._security import ROUND_ENV
 from torchft.addresses import announced_host, host_port, loopback
 
@@ -103,7 +101,7 @@ class TorchRendezvousService:
         job, _, group = run_id.partition("/")
         self._maker = Maker(type(self).__name__)
         self._address = address_of(endpoint)
-        self._path = f"/rendezvous?{urlencode({'job': job})}"
+        self._lighthouse = HttpLighthouse(self._address, job, timeout=_ANSWER_SEC, polls=True)
         self._claim = {
             "group": group,
             "node": uuid.uuid4().hex,
@@ -120,10 +118,7 @@ class TorchRendezvousService:
         self._trouble: Unanswered | None = None
         self._ended = threading.Event()
         self._connect(connect_timeout)
-        connection = LighthouseConnection(self._address, _ANSWER_SEC)
-        self._thread = threading.Thread(
-            target=self._attend, args=(connection,), name="torchft-rendezvous", daemon=True
-        )
+        self._thread = threading.Thread(target=self._attend, name="torchft-rendezvous", daemon=True)
         self._thread.start()
 
     @property
@@ -155,7 +150,7 @@ class TorchRendezvousService:
         with self._changed:
             self._ask += 1
         try:
-            self._once(self._view)  # no wait: the thread receives later answers, in order
+            self._request(self._view)  # no wait: the thread receives later answers, in order
         except Unanswered as error:
             self._note(error)  # the thread retries
             if error.refused:
@@ -195,9 +190,8 @@ class TorchRendezvousService:
             return
         self._ended.set()
         try:
-            with closing(LighthouseConnection(self._address, 2.0)) as connection:
-                connection.post(self._path, {**self._claim, "leave": True, "close": finished})
-        except Unanswered as error:
+            self._lighthouse.post("/rendezvous", {**self._claim, "leave": True, "close": finished}, 2.0)
+        except (Unanswered, ValueError) as error:
             logger.warning("the rendezvous is left without a word: %s", error)
         self._thread.join(1.0)  # ends: the lighthouse answers the pending request when the node leaves
 
@@ -205,7 +199,7 @@ class TorchRendezvousService:
         """Closes the rendezvous for all nodes."""
         self._maker.check()
         try:
-            self._once(self._view, close=True)
+            self._request(self._view, close=True)
         except Unanswered as error:
             raise _refused(error) from None
 
@@ -220,7 +214,7 @@ class TorchRendezvousService:
         while True:
             try:
                 # A request with an outdated view is answered at once.
-                self._take(self._once({"closed": True}, min(timeout, _ANSWER_SEC)))
+                self._take(self._request({"closed": True}, timeout=min(timeout, _ANSWER_SEC)))
                 return
             except Unanswered as error:
                 if error.refused:
@@ -231,23 +225,22 @@ class TorchRendezvousService:
                     ) from None
             time.sleep(_RETRY_SEC)
 
-    def _attend(self, connection: LighthouseConnection) -> None:
+    def _attend(self) -> None:
         while not self._ended.is_set():
             try:
-                answer = self._request(connection, self._view)
+                answer = self._request(self._view)
             except Unanswered as error:
                 self._note(error)
                 self._ended.wait(_RETRY_SEC)
             else:
                 self._take(answer)
-        connection.close()
 
-    def _once(self, seen: dict[str, Any], timeout: float = _ANSWER_SEC, close: bool = False) -> Any:
-        with closing(LighthouseConnection(self._address, timeout)) as connection:
-            return self._request(connection, seen, close)
-
-    def _request(self, connection: LighthouseConnection, seen: dict[str, Any], close: bool = False) -> Any:
-        answer = connection.post(self._path, {**self._claim, "ask": self._ask, "seen": seen, "close": close})
+    def _request(self, seen: dict[str, Any], close: bool = False, timeout: Optional[float] = None) -> Any:
+        claim = {**self._claim, "ask": self._ask, "seen": seen, "close": close}
+        try:
+            answer = self._lighthouse.post("/rendezvous", claim, timeout)
+        except ValueError as error:  # the token's file cannot be read
+            raise Unanswered(str(error), 401) from None
         if not isinstance(answer, dict) or not isinstance(answer.get("view"), dict):
             raise Unanswered(f"{self._address} answered {str(answer)[:80]!r}: is it a lighthouse?", 404)
         return answer

@@ -263,7 +263,7 @@ def test_missing_certificates(make: Make, monkeypatch: pytest.MonkeyPatch, name:
 
 
 def test_a_server_that_is_not_a_lighthouse(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchft.dlrover.rendezvous.LighthouseConnection.post", lambda *_: ["hello"])
+    monkeypatch.setattr("torchft.dlrover.rendezvous.HttpLighthouse.post", lambda *_: ["hello"])
     with pytest.raises(RendezvousError, match=r"answered \"\['hello'\]\": is it a lighthouse\?"):
         make()
 

@@ -31,8 +31,8 @@ from torchft.data._step import AuditedUnit, LoaderStep, Membership, Unit, UnitsS
 from torchft.data._stream_reader import Read, is_stream, shards_of
 from torchft.data.agreement import GroupAction, next_action
 from torchft.data.local_steps import Account
-from torchft.data.position import DataPlan, DataPosition, PlannedUnit, PositionDiffers, RankShare, Stamp
-from torchft.data.streams import StreamPlan, StreamStamp
+from torchft.data.position import DataPlan, DataPosition, PlannedUnit, PositionDiffers, RankShare
+from torchft.data.streams import StreamPlan
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -208,19 +208,10 @@ class ElasticDataLoader:
         return self._data_world_size
 
     @property
-    def stamp(self) -> Stamp | StreamStamp:
-        """The settings and the position, which peers compare."""
-        return self._plan.stamp(self._position)
-
-    @property
     def settings(self) -> list[str]:
         """The settings that must be equal in all groups, one per line: else gradients have no common mean."""
         return [
-            *(
-                f"{name}={value}"
-                for name, value in self.stamp._asdict().items()
-                if name not in ("epoch", "batch")
-            ),
+            *(f"{name}={getattr(self._plan, name)}" for name in self._plan.compared),
             f"data_world_size={self._data_world_size}",
             f"reduction_in_group={self._reduction_in_group}",
             f"reproducible_rng={self._reproducible_rng}",
@@ -230,15 +221,16 @@ class ElasticDataLoader:
 
     @property
     def digest(self) -> str:
-        """A digest (64 bits in hex) of the stamp, the scales of ``reproducible_reduction`` and the values of
-        :meth:`compare`, equal in all groups.
+        """A digest (64 bits in hex) of settings, position, the scales of ``reproducible_reduction`` and the
+        values of :meth:`compare`, equal in all groups.
         """
+        digest = self._plan.digest(self._position)
         more = [str(self._ended)] if self._ended else []
         more += [] if self._exact is None else [self._exact.digest]
         more += [str(value()) for value in self._compared]
         if not more:
-            return self.stamp.digest
-        return hashlib.sha256(" ".join([self.stamp.digest, *more]).encode()).hexdigest()[:16]
+            return digest
+        return hashlib.sha256(" ".join([digest, *more]).encode()).hexdigest()[:16]
 
     def compare(self, value: Callable[[], float]) -> None:
         """Compares a value with the positions of the groups: the scale of a ``torch.amp.GradScaler``, which

@@ -15,10 +15,10 @@ position after the last batch of the last epoch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple, Optional
+from typing import ClassVar, Optional
 
 from torchft.data.cut import bounds
 from torchft.data.permutation import Permutation
@@ -99,26 +99,6 @@ class RankShare:
             )
 
 
-class Stamp(NamedTuple):
-    """A plan and a position for comparison between peers. Each field fits into 64 bits."""
-
-    length: int
-    global_batch_size: int
-    micro_batch_size: int
-    shuffle: bool
-    seed: int
-    epochs: int
-    epoch: int
-    batch: int
-
-    @property
-    def digest(self) -> str:
-        """64 bits in hex."""
-        return hashlib.sha256(
-            f"torchft.data position {_FORMAT}: {[int(field) for field in self]}".encode()
-        ).hexdigest()[:16]
-
-
 @dataclass(frozen=True)
 class DataPlan:
     """The settings that determine the samples of each step. Must be equal in all groups.
@@ -141,6 +121,13 @@ class DataPlan:
     shuffle: bool = True
     seed: int = 0
     epochs: int = 1
+
+    # What a position is of; the settings that groups compare; those without which it has other samples.
+    _kind: ClassVar[str] = "position"
+    compared: ClassVar[tuple[str, ...]] = (
+        "length", "global_batch_size", "micro_batch_size", "shuffle", "seed", "epochs"
+    )  # fmt: skip
+    _same_samples: ClassVar[tuple[str, ...]] = ("length", "global_batch_size", "shuffle", "seed")
 
     def __post_init__(self) -> None:
         for name in ("length", "global_batch_size", "micro_batch_size", "epochs"):
@@ -172,44 +159,41 @@ class DataPlan:
             return DataPosition(position.epoch, position.batch + 1)
         return DataPosition(position.epoch + 1, 0)
 
-    def stamp(self, position: DataPosition) -> Stamp:
-        """The values that peers compare: see :func:`torchft.data.agreement.judge`."""
-        return Stamp(
-            self.length,
-            self.global_batch_size,
-            self.micro_batch_size,
-            self.shuffle,
-            self.seed,
-            self.epochs,
-            position.epoch,
-            position.batch,
-        )
-
     def save(self, position: DataPosition) -> dict[str, int]:
-        """The position as state, for a heal or a checkpoint."""
-        return {"format": _FORMAT, **self.stamp(position)._asdict()}
+        """The position as state, for a heal or a checkpoint, with the settings that are compared."""
+        settings = {name: getattr(self, name) for name in self.compared}
+        return {"format": _FORMAT, **settings, "epoch": position.epoch, "batch": position.batch}
+
+    def digest(self, position: DataPosition) -> str:
+        """64 bits in hex, by which peers compare settings and position: see :mod:`torchft.data.agreement`."""
+        _, *numbers = map(int, self.save(position).values())
+        text = f"torchft.data {self._kind} {_FORMAT}: {numbers}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def load(self, state: Mapping[str, int]) -> DataPosition:
         """Restores the position from a state of :meth:`save`.
 
-        The number of groups, ``epochs`` and ``micro_batch_size`` may be others than those of the state:
-        batches are the same.
+        The number of groups and ``epochs`` may be others than those of the state, and ``micro_batch_size``
+        if the dataset is no stream: batches are the same.
 
         Raises:
             PositionDiffers: it belongs to another dataset or other batches, or is after the end of this plan.
         """
-        check_saved(state, Stamp._fields, _FORMAT, "this loader")
-        ours = self.stamp(DataPosition())._asdict()
-        for name in ("length", "global_batch_size", "shuffle", "seed"):
-            if state[name] != ours[name]:
+        if missing := [name for name in self.save(self.end) if name not in state]:
+            raise PositionDiffers(
+                f"the saved position has no {', '.join(missing)}: it was not saved by a loader of this kind"
+            )
+        if state["format"] != _FORMAT:
+            raise PositionDiffers(
+                f"the saved position has format {state['format']}: this version reads {_FORMAT}"
+            )
+        for name in self._same_samples:
+            if state[name] != getattr(self, name):
                 raise PositionDiffers(
-                    f"{name} is {ours[name]}, and the saved position is of a run in which it was "
-                    f"{state[name]}: "
-                    f"batches would be others; give {name}={state[name]}, or begin without the position"
+                    f"{name} is {getattr(self, name)}, and the saved position is of a run in which it was "
+                    f"{state[name]}: samples would be left out or repeated; give {name}={state[name]} and "
+                    "the dataset of that run, or begin without the position"
                 )
-        return self._saved_position(state)
-
-    def _saved_position(self, state: Mapping[str, int]) -> DataPosition:
         position = DataPosition(state["epoch"], state["batch"])
         if position > self.end:
             raise PositionDiffers(
@@ -346,22 +330,6 @@ class DataPlan:
     def _samples(self, size: int, start: int, stop: int) -> int:
         """The number of samples in a range of units, without ``stop``, of a batch of this size."""
         return min(stop * self.micro_batch_size, size) - min(start * self.micro_batch_size, size)
-
-
-def check_saved(state: Mapping[str, int], fields: Iterable[str], number: int, by: str) -> None:
-    """Raises PositionDiffers unless a saved position has these fields, and the format of this number.
-
-    Args:
-        state: the saved position.
-        fields: names, besides "format".
-        number: of the format.
-        by: the writer of such a position, for the error.
-    """
-    missing = [name for name in ("format", *fields) if name not in state]
-    if missing:
-        raise PositionDiffers(f"the saved position has no {', '.join(missing)}: it was not saved by {by}")
-    if state["format"] != number:
-        raise PositionDiffers(f"the saved position has format {state['format']}: this version reads {number}")
 
 
 # Cached, because a unit is requested when it is read ahead, and again in its step.

@@ -15,38 +15,18 @@ So all groups know which turns have ended, and leave out their batches; the epoc
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Optional
 
-from torchft.data.position import DataPlan, DataPosition, PositionDiffers, SamplesDiffer, check_saved
+from torchft.data.position import DataPlan, DataPosition, SamplesDiffer
 
-_FORMAT = 1  # of a saved position
 # In the number that groups add up, the samples are below this bit, the sources that have more are above.
 _MORE = 40
 # No epoch of a stream has that many batches of 2**31 samples.
 _ENDLESS = 2**31
 # A worker process of a rank needs a source, and each turn of an epoch ends with a batch that lacks samples.
 MOST_TURNS = 4
-
-
-class StreamStamp(NamedTuple):
-    """A plan and a position for comparison between peers, as :class:`torchft.data.position.Stamp`."""
-
-    sources: int
-    turns: int
-    global_batch_size: int
-    micro_batch_size: int
-    epochs: int
-    epoch: int
-    batch: int
-
-    @property
-    def digest(self) -> str:
-        """64 bits in hex."""
-        return hashlib.sha256(f"torchft.data stream {_FORMAT}: {[*self]}".encode()).hexdigest()[:16]
 
 
 class Block(NamedTuple):
@@ -77,6 +57,10 @@ class StreamPlan(DataPlan):
 
     sources: int = 1
     turns: int = 1
+
+    _kind = "stream"
+    _same_samples = ("sources", "turns", "global_batch_size", "micro_batch_size")
+    compared = (*_same_samples, "epochs")
 
     @classmethod
     def of(
@@ -122,34 +106,6 @@ class StreamPlan(DataPlan):
         number, slot = divmod(unit, self.blocks)
         rounds, turn = divmod(position.batch, self.turns)
         return Block(number * self.turns + turn, rounds * self.blocks + slot, last=slot == self.blocks - 1)
-
-    def stamp(self, position: DataPosition) -> StreamStamp:  # type: ignore[override]
-        return StreamStamp(
-            self.sources,
-            self.turns,
-            self.global_batch_size,
-            self.micro_batch_size,
-            self.epochs,
-            position.epoch,
-            position.batch,
-        )
-
-    def load(self, state: Mapping[str, int]) -> DataPosition:
-        """Restores the position from a state of :meth:`save`. The number of groups, of worker processes and
-        ``epochs`` may be others.
-
-        Raises:
-            PositionDiffers: it belongs to another dataset or other units, or is after the end of this plan.
-        """
-        check_saved(state, StreamStamp._fields, _FORMAT, "a loader of a stream")
-        for name in ("sources", "turns", "global_batch_size", "micro_batch_size"):
-            if state[name] != getattr(self, name):
-                raise PositionDiffers(
-                    f"{name} is {getattr(self, name)}, and the saved position is of a run in which it was "
-                    f"{state[name]}: samples of a stream would be left out or repeated; continue with the "
-                    "dataset and the batch sizes of that run"
-                )
-        return self._saved_position(state)
 
     def count(self, samples: int, more: int) -> int:
         """The number that a rank adds to the comparison.

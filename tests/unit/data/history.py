@@ -105,7 +105,7 @@ class Group:
 
     @property
     def digest(self) -> str:
-        return self.plan.stamp(self.position).digest
+        return self.plan.digest(self.position)
 
     def judge(self, sums: list[int], quorum: Quorum, heals: bool) -> Verdict:
         leads = self.name == quorum.up_to_date[0]
@@ -267,7 +267,7 @@ class Job:
     def _step(self, groups: list[Group]) -> None:
         if self._happens(0.03, "a stranger asked"):
             # Groups announce their settings: the stranger gets an error, and the other groups lose the step.
-            if self._stranger().plan.stamp(DataPosition()).digest == self.plan.stamp(DataPosition()).digest:
+            if self._stranger().plan.digest(DataPosition()) == self.plan.digest(DataPosition()):
                 raise Broken("a stranger was not refused")
             self.compared = ([], {})
             return

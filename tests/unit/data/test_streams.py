@@ -127,14 +127,14 @@ def test_a_position_is_saved_and_loaded() -> None:
     [
         (
             {"micro_batch_size": 4},
-            "micro_batch_size is 2, .* in which it was 4: samples of a stream would be",
+            "micro_batch_size is 2, .* in which it was 4: samples would be left out",
         ),
         ({"global_batch_size": 32}, "global_batch_size is 16, .* in which it was 32"),
         ({"sources": 8}, "sources is 4, .* in which it was 8"),
         ({"epoch": 4}, "epochs is 3, and the saved position is in epoch 4"),
         ({"batch": -1}, "there is no batch -1"),
         ({"format": 2}, "format 2: this version reads 1"),
-        ({"sources": None}, "has no sources: it was not saved by a loader of a stream"),
+        ({"sources": None}, "has no sources: it was not saved by a loader of this kind"),
     ],
 )
 def test_other_positions_are_refused(change: dict[str, Any], match: str) -> None:
@@ -146,7 +146,7 @@ def test_other_positions_are_refused(change: dict[str, Any], match: str) -> None
 def test_digests_differ_where_samples_do() -> None:
     plans = [PLAN, StreamPlan.of(16, 2, 3, 8), StreamPlan.of(16, 4, 3, 4), StreamPlan.of(16, 2, 4, 4)]
     places = [DataPosition(0, 0), DataPosition(0, 1), DataPosition(1, 0)]
-    assert len({plan.stamp(place).digest for plan in plans for place in places}) == 12
+    assert len({plan.digest(place) for plan in plans for place in places}) == 12
 
 
 # Histories

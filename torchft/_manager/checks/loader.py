@@ -18,12 +18,11 @@ from torchft.data.agreement import Verdict, entry, judge, step_to_announce
 
 if TYPE_CHECKING:
     from torchft._manager.checks.layout import Layout
-    from torchft._manager.quorum.plan import Plan, Planner
+    from torchft._manager.quorum.plan import Planner
     from torchft._manager.settings import Settings
     from torchft._manager.step.step import Step
     from torchft._manager.step.work import _ManagedWork
-    from torchft.data.position import Stamp
-    from torchft.data.streams import StreamStamp
+    from torchft.data.position import DataPosition
 
 # Prefix of the lines that groups with a loader announce; see layout.py.
 NAME = "ElasticDataLoader"
@@ -41,62 +40,25 @@ class LocalSteps(Protocol):
 
 
 class Loader(Protocol):
-    """The methods of a loader that the Manager calls."""
+    """What the Manager calls of an ``ElasticDataLoader``, which documents it."""
 
     @property
-    def stamp(self) -> Stamp | StreamStamp:
-        """The loader's settings and position. After a heal the position is that of the job."""
-        ...
-
+    def position(self) -> DataPosition: ...
     @property
-    def settings(self) -> list[str]:
-        """The settings that must be equal in all groups, a line each, for :meth:`Manager.register_layout`."""
-        ...
-
-    def check_samples(self, counted: int, participants: int) -> None:
-        """Raises an error unless ``counted`` is the number of samples that all groups together must have
-        reduced for this data rank.
-        """
-        ...
-
+    def settings(self) -> list[str]: ...
     @property
-    def digest(self) -> str:
-        """A digest of 64 bits, in hex, of stamp and sums, which must be equal in all groups."""
-        ...
-
+    def digest(self) -> str: ...
     @property
-    def is_stream(self) -> bool:
-        """Whether the groups count the samples of each step, to find the end of an epoch."""
-        ...
-
+    def is_stream(self) -> bool: ...
     @property
-    def at_end(self) -> bool:
-        """Whether it has no more data."""
-        ...
-
-    def units_added(self) -> bool:
-        """Whether the gradients hold all units of this rank; False before the first. Raises if only some."""
-        ...
-
-    def send_samples(self) -> int:
-        """Begins a comparison. Returns the number of this rank's samples in the tensors that are reduced."""
-        ...
-
-    def samples_averaged(self, counted: int) -> None:
-        """Notes the number of samples in an average of LocalSGD or DiLoCo, before that is committed."""
-        ...
-
-    def steps_by_itself(self, local_steps: LocalSteps) -> None:
-        """Makes a step of the loader one of a group that trains on its own between two averages."""
-        ...
-
-    def inner_step_ended(self) -> None:
-        """Counts a step of this group's optimizer between two averages."""
-        ...
-
-    def verify(self) -> None:
-        """Raises an error if this rank knows that the gradients of the step are wrong or incomplete."""
-        ...
+    def at_end(self) -> bool: ...
+    def units_added(self) -> bool: ...
+    def send_samples(self) -> int: ...
+    def check_samples(self, counted: int, participants: int) -> None: ...
+    def samples_averaged(self, counted: int) -> None: ...
+    def steps_by_itself(self, local_steps: LocalSteps) -> None: ...
+    def inner_step_ended(self) -> None: ...
+    def verify(self) -> None: ...
 
 
 class BatchDiffers(RuntimeError):
@@ -107,135 +69,13 @@ class BatchDiffers(RuntimeError):
     """
 
 
-class BatchCheck:
-    """Compares the batches on which the groups of a quorum train: in its first step, and while a group heals.
-    `verdict`: result of the last comparison, for this group.
-    """
-
-    verdict = Verdict.ALIKE
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-        self._whole: Optional[Step] = None  # the last step in which the gradients hold all units of this rank
-        # quorum and speeds of the last step in which the comparison was begun
-        self._checked: Optional[tuple[int, tuple[int, ...]]] = None
-        self._compared: Optional[Step] = None  # the last step in which it was begun
-        self._sums: Optional[torch.Tensor] = None
-        self._work: Optional[_ManagedWork] = None
-
-    def reduces(self, step: Step) -> bool:
-        """Checks, before a tensor is reduced that may hold gradients, that the units of this rank are
-        complete: in every step, because peers compare sample counts in the first step of a quorum only.
-        Returns False before the first unit. UnitsSkipped: this rank has left out some of its units.
-        """
-        if self._whole is not step and self._loader.units_added():
-            self._whole = step
-        return self._whole is step
-
-    def is_due(self, step: Step) -> bool:
-        """Whether the groups still have to be compared in this step. A group that heals may load its position
-        in any step of a quorum.
-        """
-        plan = step.plan
-        if plan is None or self._compared is step:
-            return False
-        if self._loader.is_stream:  # before the first unit nothing can be counted
-            return self._whole is step or self._loader.at_end
-        return self._checked != (plan.quorum_id, plan.speeds) or plan.num_up_to_date < plan.replica_world_size
-
-    def words(self, step: Step, plan: Plan, device: torch.device) -> torch.Tensor:
-        """The values that this rank adds to the reduction; zeros if its group does not participate."""
-        self._checked, self._compared = (plan.quorum_id, plan.speeds), step
-        return torch.tensor(
-            entry(self._loader.send_samples(), self._loader.digest), dtype=torch.int64, device=device
-        )
-
-    def begun(self, sums: torch.Tensor, work: Optional[_ManagedWork]) -> None:
-        """Notes a reduction that was begun. ``work`` is None if that, and so the step, has failed."""
-        self._sums, self._work = (sums, work) if work is not None else (None, None)
-
-    def verify(self, step: Step) -> None:
-        """Compares the sums, after the collectives of the step have ended and a heal has been loaded.
-
-        Raises:
-            BatchDiffers: the step must not be committed.
-            Exception: the loader itself refuses the step.
-        """
-        self._compare(step)
-        if step.error is None:
-            try:
-                self._loader.verify()
-            except Exception:
-                step.collectives.abort()  # other groups may wait for a tensor that this rank did not reduce
-                raise
-
-    def _compare(self, step: Step) -> None:
-        sums, work, self._sums, self._work = self._sums, self._work, None, None
-        self.verdict = Verdict.ALIKE
-        # The comparison is evaluated after an error, too. A group at the end of its data reduces nothing
-        # more, and aborts the collectives of the others. Only the comparison shows them that the positions
-        # differ, and which group has to heal. A healing group with an error may not have loaded the job's
-        # position, so it is not judged.
-        if sums is None or work is None or not work.wait() or (step.healing and step.error is not None):
-            if self._loader.is_stream and step.error is None:
-                raise BatchDiffers(
-                    "the samples of the step were not counted, so the end of the epoch is unknown"
-                )
-            return
-        counted = sums.tolist()
-        leads = step.plan is not None and step.plan.leads
-        self.verdict = judge(
-            counted, self._digest(), participants=step.participants, leads=leads, heals=step.healing
-        )
-        if self.verdict is Verdict.INCOMPLETE:
-            raise BatchDiffers(
-                f"the sum lacks some of the {step.participants} groups that take part: one that could not "
-                "heal before the step adds nothing"
-            )
-        if self.verdict is not Verdict.ALIKE:
-            here = self._loader.stamp
-            raise BatchDiffers(
-                f"the {step.participants} groups that take part do not train on the same batch: this one is "
-                f"at batch {here.batch} of epoch {here.epoch}, with {', '.join(self._loader.settings)}"
-            )
-        self._expect(counted[0], step.participants)
-
-    def _digest(self) -> str:
-        """The digest that this rank expects in the sum, after a heal in the step."""
-        return self._loader.digest
-
-    def _expect(self, samples: int, participants: int) -> None:
-        self._loader.check_samples(samples, participants)
-
-
-class AverageCheck(BatchCheck):
-    """The comparison for LocalSGD and DiLoCo, in each of their averages: the number of samples in it, and
-    whether groups are at the same position when they send it. A group heals before that, and may take inner
-    steps until the average arrives.
-    """
-
-    _sent = ""
-
-    def words(self, step: Step, plan: Plan, device: torch.device) -> torch.Tensor:
-        self._sent = self._loader.digest
-        return super().words(step, plan, device)
-
-    def _digest(self) -> str:
-        return self._sent
-
-    def reduces(self, step: Step) -> bool:
-        # Weights are averaged: their sample count covers all inner steps, so each missing unit is noticed.
-        return False
-
-    def is_due(self, step: Step) -> bool:
-        return self._compared is not step
-
-    def _expect(self, samples: int, participants: int) -> None:
-        self._loader.samples_averaged(samples)
-
-
 class Data:
-    """The Manager's part for the loader of a rank; it checks nothing until a loader is attached.
+    """The Manager's part for the loader of a rank: compares the batches on which the groups of a quorum
+    train, in its first step and while a group heals. It checks nothing until a loader is attached.
+
+    With LocalSGD and DiLoCo it compares in each of their averages: the number of samples in it, and whether
+    groups were at the same position when they sent it. A group heals before that, and may take inner steps
+    until the average arrives.
 
     Args:
         layout: announces the settings that must be equal in all groups.
@@ -258,7 +98,13 @@ class Data:
         self._init_sync = init_sync
         self._loader: Optional[Loader] = None
         self._local_steps: Optional[LocalSteps] = None
-        self._batches: Optional[BatchCheck] = None
+        self._verdict = Verdict.ALIKE  # of the last comparison, for this group
+        self._whole: Optional[Step] = None  # the last step in which the gradients hold all units of this rank
+        # quorum and speeds of the last step in which the comparison was begun
+        self._checked: Optional[tuple[int, tuple[int, ...]]] = None
+        self._compared: Optional[Step] = None  # the last step in which it was begun
+        self._digest = ""  # that was sent then
+        self._sums: Optional[tuple[torch.Tensor, _ManagedWork]] = None  # that were not evaluated
 
     # Before the first step
 
@@ -272,7 +118,7 @@ class Data:
         Raises:
             ValueError: a setting excludes a loader, or it is attached too late.
         """
-        if self._batches is not None:
+        if self._loader is not None:
             raise ValueError(f"this Manager has an {NAME} already: one loader serves all epochs of a job")
         if begun:
             raise ValueError(f"the first step has begun: make the {NAME} before, in all groups")
@@ -292,12 +138,7 @@ class Data:
         self._planner.heal_first = self._init_sync
         self.averages_weights, self.has_loader = self._local_steps is not None, self._loader is not None
         self.adds_gradients = self.has_loader and not self.averages_weights
-        if self._loader is None:
-            return
-        if self._local_steps is None:
-            self._batches = BatchCheck(self._loader)
-        else:
-            self._batches = AverageCheck(self._loader)
+        if self._loader is not None and self._local_steps is not None:
             self._loader.steps_by_itself(self._local_steps)
 
     @property
@@ -328,7 +169,7 @@ class Data:
 
     def check_step(self) -> None:
         """Raises a ValueError if no step can begin."""
-        if (self._reproducible or self._audits) and self._batches is None:
+        if (self._reproducible or self._audits) and self._loader is None:
             setting = "reproducible_reduction=True" if self._reproducible else "audit"
             raise ValueError(f"{setting} needs an {NAME}: make one before the first step")
 
@@ -350,10 +191,18 @@ class Data:
         return self.adds_gradients and step.undecided and not len(step.collectives)
 
     def holds_units(self, step: Step) -> bool:
-        """Whether a tensor that is about to be reduced may hold gradients of units. Raises an error if some
-        of the units are missing. False without a loader, and with LocalSGD and DiLoCo.
+        """Whether a tensor that is about to be reduced may hold gradients of units. False without a loader,
+        with LocalSGD and DiLoCo, and before the first unit. UnitsSkipped: this rank has left out some units.
         """
-        return self._batches is not None and step.undecided and self._batches.reduces(step)
+        return step.undecided and self._is_whole(step)
+
+    def _is_whole(self, step: Step) -> bool:
+        # In every step, because peers compare sample counts in the first step of a quorum only. Where weights
+        # are averaged, their sample count covers all inner steps, so each missing unit is noticed.
+        loader = self._loader if self.adds_gradients else None
+        if loader is not None and self._whole is not step and loader.units_added():
+            self._whole = step
+        return self._whole is step
 
     def inner_step_ended(self) -> None:
         """Counts a step of this group's optimizer between two averages of LocalSGD or DiLoCo."""
@@ -361,25 +210,36 @@ class Data:
             self._loader.inner_step_ended()
 
     def compares(self, step: Step) -> bool:
-        """Whether the first reduction of this step is to be the comparison."""
-        return self._batches is not None and self._batches.is_due(step)
+        """Whether the groups still have to be compared in this step. A group that heals may load its position
+        in any step of a quorum.
+        """
+        plan = step.plan
+        if self._loader is None or plan is None or self._compared is step:
+            return False
+        if self.averages_weights:
+            return True
+        if self._loader.is_stream:  # before the first unit nothing can be counted
+            return self._whole is step or self._loader.at_end
+        return self._checked != (plan.quorum_id, plan.speeds) or plan.num_up_to_date < plan.replica_world_size
 
     def words(self, step: Step, device: torch.device) -> Optional[torch.Tensor]:
         """The tensor that all groups add up to compare their batches, before the first tensor of a quorum is
-        reduced. None if they are not compared now.
+        reduced; zeros are sent in its place if this group does not participate. None if they are not compared
+        now.
         """
-        batches = self._batches
-        if batches is None:
+        self._is_whole(step)
+        if not self.compares(step):
             return None
-        batches.reduces(step)
-        if step.plan is None or not batches.is_due(step):
-            return None
-        return batches.words(step, step.plan, device)
+        assert step.plan is not None and self._loader is not None
+        self._checked, self._compared = (step.plan.quorum_id, step.plan.speeds), step
+        self._digest = self._loader.digest
+        return torch.tensor(
+            entry(self._loader.send_samples(), self._digest), dtype=torch.int64, device=device
+        )
 
     def sent(self, words: torch.Tensor, work: Optional[_ManagedWork]) -> None:
-        """Notes the reduction of these words; None: it could not begin."""
-        if self._batches is not None:
-            self._batches.begun(words, work)
+        """Notes the reduction of these words; None: it could not begin, and so the step has failed."""
+        self._sums = (words, work) if work is not None else None
 
     def compares_without_reduction(self, step: Step) -> bool:
         """Whether the groups have to be compared before the vote: in a step of a stream, in which nothing was
@@ -389,12 +249,60 @@ class Data:
         return stream and step.undecided and step.error is None
 
     def verify(self, step: Step) -> None:
-        """Raises an error if the step must not be committed: see :meth:`BatchCheck.verify`."""
-        if self._batches is not None:
-            self._batches.verify(step)
+        """Compares the sums, after the collectives of the step have ended and a heal has been loaded.
+
+        Raises:
+            BatchDiffers: the step must not be committed.
+            Exception: the loader itself refuses the step.
+        """
+        if self._loader is None:
+            return
+        self._compare(step, self._loader)
+        if step.error is None:
+            try:
+                self._loader.verify()
+            except Exception:
+                step.collectives.abort()  # other groups may wait for a tensor that this rank did not reduce
+                raise
+
+    def _compare(self, step: Step, loader: Loader) -> None:
+        sums, self._sums = self._sums, None
+        self._verdict = Verdict.ALIKE
+        # The comparison is evaluated after an error, too. A group at the end of its data reduces nothing
+        # more, and aborts the collectives of the others. Only the comparison shows them that the positions
+        # differ, and which group has to heal. A healing group with an error may not have loaded the job's
+        # position, so it is not judged.
+        if sums is None or not sums[1].wait() or (step.healing and step.error is not None):
+            if loader.is_stream and step.error is None:
+                raise BatchDiffers(
+                    "the samples of the step were not counted, so the end of the epoch is unknown"
+                )
+            return
+        counted = sums[0].tolist()
+        leads = step.plan is not None and step.plan.leads
+        # After a heal in this step the position is that of the job.
+        digest = self._digest if self.averages_weights else loader.digest
+        self._verdict = judge(
+            counted, digest, participants=step.participants, leads=leads, heals=step.healing
+        )
+        if self._verdict is Verdict.INCOMPLETE:
+            raise BatchDiffers(
+                f"the sum lacks some of the {step.participants} groups that take part: one that could not "
+                "heal before the step adds nothing"
+            )
+        if self._verdict is not Verdict.ALIKE:
+            here = loader.position
+            raise BatchDiffers(
+                f"the {step.participants} groups that take part do not train on the same batch: this one is "
+                f"at batch {here.batch} of epoch {here.epoch}, with {', '.join(loader.settings)}"
+            )
+        if self.averages_weights:
+            loader.samples_averaged(counted[0])
+        else:
+            loader.check_samples(counted[0], step.participants)
 
     def step_to_announce(self, step: int) -> int:
         """The step that this group announces for the next quorum, after it has lost ``step``. A group with
         the wrong position announces a smaller one, so that it heals.
         """
-        return step if self._batches is None else step_to_announce(step, self._batches.verdict)
+        return step_to_announce(step, self._verdict)

@@ -15,7 +15,6 @@ import multiprocessing
 import random
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Callable, Optional
@@ -24,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from torchft._manager.signals import installed
-from torchft.data._prefetch import Key, Prefetcher, Task
+from torchft.data._prefetch import Feed, Key, Prefetcher, Task
 from torchft.data._source_states import SourceStates
 from torchft.data._stream_reader import Collate, StreamReader
 from torchft.data.streams import StreamPlan
@@ -60,8 +59,8 @@ class Lane:
         self._reader: Any = None  # the DataLoader's iterator
         self.prefetcher = Prefetcher(self._start)
 
-    def _start(self, tasks: Iterator[Task]) -> Iterator[Any]:
-        self._batches.tasks = recorded = _Recorded(tasks)
+    def _start(self, tasks: Feed) -> Iterator[Any]:
+        self._batches.tasks = tasks
         for seconds in _BEGIN_S:
             begun = multiprocessing.get_context("fork").Semaphore(0) if self._forks() else None
             self.dataloader.worker_init_fn = WorkerInit(installed(), self._worker_init_fn, begun)
@@ -71,11 +70,10 @@ class Lane:
                 begun.acquire(timeout=max(0.0, deadline - time.monotonic()))
                 for _ in range(self.dataloader.num_workers)
             ):
-                recorded.end()
                 return self._reader
             logger.warning("worker processes did not begin within %g s: they are started again", seconds)
             self._end_workers()
-            recorded.again()
+            tasks.again()
         raise WorkersHang(
             f"worker processes did not begin in {len(_BEGIN_S)} attempts: they were forked while another "
             "thread held a lock; give multiprocessing_context='forkserver'"
@@ -101,30 +99,6 @@ class Lane:
             with contextlib.suppress(RuntimeError):
                 self._reader._shutdown_workers()
         self._reader = self.dataloader._iterator = None
-
-
-class _Recorded(Iterator[Task]):
-    """Tasks that can be given again until workers have begun. No generator: tasks may follow their end."""
-
-    def __init__(self, tasks: Iterator[Task]) -> None:
-        self._tasks = tasks
-        self._given: Optional[list[Task]] = []
-        self._next: deque[Task] = deque()
-
-    def __next__(self) -> Task:
-        task = self._next.popleft() if self._next else next(self._tasks)
-        if self._given is not None:
-            self._given.append(task)
-        return task
-
-    def again(self) -> None:
-        """Gives all tasks again."""
-        self._next.extendleft(reversed(self._given or ()))
-        self._given = []
-
-    def end(self) -> None:
-        """They will not be given again."""
-        self._given = None
 
 
 class Lanes:

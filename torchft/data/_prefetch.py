@@ -46,11 +46,11 @@ class Prefetcher:
     the first unit. An iterator that has ended may continue later.
     """
 
-    def __init__(self, start: Callable[[Iterator[Task]], Iterator[Any]]) -> None:
+    def __init__(self, start: Callable[[Feed], Iterator[Any]]) -> None:
         self._start = start
         self._tasks: Iterator[Task] = iter(())
         self._results: Optional[Iterator[Any]] = None
-        self._under_way: deque[Optional[Key]] = deque()  # None for a unit that is no longer needed
+        self._under_way: deque[Optional[Task]] = deque()  # None for a unit that is no longer needed
         self._ready: dict[Key, list[Any]] = {}
         self.dropped = 0  # units that were read and not needed
 
@@ -59,7 +59,7 @@ class Prefetcher:
         units up to the end of the job.
         """
         tasks = iter(forecast)
-        have = Counter(key for key in self._under_way if key is not None)
+        have = Counter(task.key for task in self._under_way if task is not None)
         have.update({key: len(units) for key, units in self._ready.items()})
         horizon = max(have, default=None)
         new: list[Task] = []
@@ -82,9 +82,9 @@ class Prefetcher:
             self.dropped += count
             if not self._ready[key]:
                 del self._ready[key]
-        for i, key in enumerate(self._under_way):
-            if key is not None and stale[key] > 0:
-                stale[key] -= 1
+        for i, task in enumerate(self._under_way):
+            if task is not None and stale[task.key] > 0:
+                stale[task.key] -= 1
                 self._under_way[i] = None
 
     def take(self, key: Key) -> Any:
@@ -111,7 +111,7 @@ class Prefetcher:
         data: Any
         try:
             if self._results is None:
-                self._results = self._start(_Feed(self))
+                self._results = self._start(Feed(self))
             data = next(self._results)
         except StopIteration:
             # The iterator ended because there were no tasks; now there are new ones.
@@ -127,11 +127,12 @@ class Prefetcher:
             self._results = None
             self._under_way.clear()
             raise
-        key = self._under_way.popleft() if self._under_way else wanted
-        if key is None:
+        if not self._under_way:
+            self._ready.setdefault(wanted, []).append(data)
+        elif (task := self._under_way.popleft()) is None:
             self.dropped += 1
         else:
-            self._ready.setdefault(key, []).append(data)
+            self._ready.setdefault(task.key, []).append(data)
 
     def _has_task(self) -> bool:
         task = next(self._tasks, None)
@@ -139,17 +140,21 @@ class Prefetcher:
             self._tasks = itertools.chain([task], self._tasks)
         return task is not None
 
-    def _next_task(self) -> Task:
-        task = next(self._tasks)
-        self._under_way.append(task.key)
-        return task
 
-
-class _Feed(Iterator[Task]):
+class Feed(Iterator[Task]):
     """The sampler of the DataLoader. Not a generator, because it may continue after its end."""
 
     def __init__(self, prefetcher: Prefetcher) -> None:
         self._prefetcher = prefetcher
 
     def __next__(self) -> Task:
-        return self._prefetcher._next_task()
+        task = next(self._prefetcher._tasks)
+        self._prefetcher._under_way.append(task)
+        return task
+
+    def again(self) -> None:
+        """Gives the tasks that are under way again, of which nothing was read."""
+        of = self._prefetcher
+        given = [task for task in of._under_way if task is not None]
+        of._tasks = itertools.chain(given, of._tasks)
+        of._under_way.clear()

@@ -109,7 +109,7 @@ def _step(group: Any, kind: str, tensors: int, elements: int) -> dict[str, float
 
     def read(units: int) -> bool:
         if kind == "exact":
-            return total.read(units)
+            return total.read()
         for parameter, view in zip(parameters, views):
             parameter.grad = view.clone()
         return True

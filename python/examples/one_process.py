@@ -73,7 +73,7 @@ def train(args: Any) -> tuple[nn.Module, DataPlan]:
                 (loss * unit.weight).backward()
                 if total is not None:
                     total.add()
-            done = total is None or total.read(len(units))
+            done = total is None or total.read()
         adam.step()
         if total is not None:
             total.commit()

@@ -54,7 +54,7 @@ def one_process(
                 x, y, _ = (part.to(device) for part in data[list(unit.indices)])
                 (nn.functional.mse_loss(model(x), y) * largest(position) * unit.weight).backward()
                 total.add()
-            complete = total.read(len(units))
+            complete = total.read()
         optimizer.step()
         total.commit()
         position = plan.advance(position)

@@ -65,7 +65,7 @@ def one_process(samples: int, reproducible: bool, bf16: bool = False) -> dict[st
                 for unit in units:
                     (loss_of(forward, *data[list(unit.indices)]) * unit.weight).backward()
                     total.add()
-                complete = total.read(len(units))
+                complete = total.read()
             total.commit()
         else:
             sgd.zero_grad()

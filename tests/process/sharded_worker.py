@@ -55,7 +55,7 @@ def sums(model: nn.Module, units: list[torch.Tensor], ranks: int) -> dict[str, O
             total.add()
         for buffer in total.in_group if ranks > 1 else []:
             dist.all_reduce(buffer)
-        complete = total.read(UNITS)
+        complete = total.read()
     return {name: _whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 

@@ -16,8 +16,9 @@ One attempt at a step::
         ...                                 # SUM over the ranks of the group
     for buffer in total.buffers:
         ...                                 # SUM over the groups
-    if not total.read(units_of_the_batch):  # equal on all ranks
+    if not total.read():                    # equal on all ranks
         ...                                 # repeat from begin(): the next attempt has scales that fit
+    assert total.units == units_of_the_batch
     optimizer.step()
     total.commit()                          # after the vote; abandon() if the step is not committed
 
@@ -75,8 +76,6 @@ from typing import Any, Optional
 
 import torch
 
-from torchft.data.position import SamplesDiffer
-
 _FORMAT = 1  # version of the saved state
 _MOST_UNITS = 2**20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -127,7 +126,6 @@ class ExactSum:
     ) -> None:
         if not isinstance(max_units, int) or isinstance(max_units, bool) or not 1 <= max_units <= _MOST_UNITS:
             raise ValueError(f"max_units is {max_units!r}: allowed are whole numbers from 1 to 2**20")
-        self._max_units = max_units
         self._all = list(parameters)
         summed = [(name, parameter) for name, parameter in self._all if parameter.requires_grad]
         if not summed:
@@ -157,7 +155,7 @@ class ExactSum:
         self._attempt = dict(self._committed)
         self._next: Optional[dict[str, int]] = None
         self._adding = False
-        self.units = 0  # number of units in the sum that was read last
+        self.units = 0  # in the sum that was read last; to be compared with the batch before the commit
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -232,31 +230,21 @@ class ExactSum:
                 return
         raise RuntimeError("add_sharded() got a parameter that is not in the sum")
 
-    def read(self, units: Optional[int] = None) -> bool:
+    def read(self) -> bool:
         """Turns the reduced buffers into gradients.
 
         The buffers contain all that is needed, so a healing rank, which adds nothing, gets the same
         gradients.
-
-        Args:
-            units: number of units of the batch, over all ranks and groups; None: to be compared with
-                :attr:`units` before the commit.
 
         Returns:
             Whether the gradients are set. If not, the step has to be repeated from ``begin()``, with other
             scales. All ranks that read the same sum get the same value.
 
         Raises:
-            ValueError: ``units`` is more than ``max_units``.
-            SamplesDiffer: the sum holds another number of units. The step must not be committed.
             ScalesDiffer: ranks had different scales. The step must not be committed.
         """
-        if units is not None and not 1 <= units <= self._max_units:
-            raise ValueError(
-                f"units is {units}: allowed are whole numbers from 1 to max_units, {self._max_units}"
-            )
         self._adding = False
-        found = [part.find(units) for part in self._parts]
+        found = [part.find() for part in self._parts]
         self.units = min(each.units for each in found)
         asked = {name: scale for each in found for name, scale in each.asked.items()}
         if not all(each.fits for each in found):
@@ -424,14 +412,9 @@ class _Part:
         low, high = torch.aminmax(gradient)
         return torch.maximum(high, -low).double()
 
-    def find(self, units: Optional[int]) -> _Found:
+    def find(self) -> _Found:
         """Reads the counts. Only this call waits for the device."""
         head = self.head.cpu()
-        if units is not None and head[0] != units:
-            raise SamplesDiffer(
-                f"{int(head[0])} units were reduced, {units} belong to the batch; the step must not be "
-                "committed"
-            )
         return _Found(self._names, head[1:].view(self._counts.shape), int(head[0]))
 
     @torch.no_grad()

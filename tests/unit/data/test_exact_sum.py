@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torchft.data.exact_sum import ExactSum, ScalesDiffer
-from torchft.data.position import DataPlan, DataPosition, SamplesDiffer
+from torchft.data.position import DataPlan, DataPosition
 
 Gradients = dict[str, Optional[torch.Tensor]]
 
@@ -55,7 +55,8 @@ def step(ranks: Sequence[Rank], shares: Sequence[Sequence[Gradients]]) -> int:
         for rank, share in zip(ranks, shares):
             rank.compute(share)
         reduce(ranks)
-        (complete,) = {rank.sum.read(sum(map(len, shares))) for rank in ranks}
+        (complete,) = {rank.sum.read() for rank in ranks}
+        assert {rank.sum.units for rank in ranks} == {sum(map(len, shares))}
         if complete:
             for rank in ranks:
                 rank.sum.commit()
@@ -159,13 +160,14 @@ def train(kill: bool) -> list[torch.Tensor]:
         if kill and number in (2, 7):  # the last group does not get the sum; the others learn that later
             for rank in range(groups - 1):
                 sums[rank].buffers[0].copy_(total)
-                sums[rank].read(plan.num_units(position))
+                sums[rank].read()
             for rank in range(groups):
                 sums[rank].abandon()
             continue
         for rank in range(groups):
             sums[rank].buffers[0].copy_(total)
-        complete = [sums[rank].read(plan.num_units(position)) for rank in range(groups)]
+        complete = [sums[rank].read() for rank in range(groups)]
+        assert {sums[rank].units for rank in range(groups)} == {plan.num_units(position)}
         if all(complete):
             for rank in range(groups):
                 with torch.no_grad():
@@ -310,24 +312,15 @@ def test_a_unit_that_does_not_fit_on_one_rank_is_noticed_by_all() -> None:
     for rank, share in zip(ranks, [units(1.0), units(2.0**40), []]):
         rank.compute(share)
     reduce(ranks)
-    assert [rank.sum.read(2) for rank in ranks] == [False] * 3
+    assert [rank.sum.read() for rank in ranks] == [False] * 3
     assert {rank.exponents["a"] for rank in ranks} == {16}  # nothing is committed
     assert step(ranks, [units(1.0), units(2.0**40), []]) == 0
-
-
-def test_the_number_of_units_may_be_compared_later() -> None:
-    """A healing rank does not know the expected number yet."""
-    ranks = [one(1.0), one(1.0)]
-    for rank, share in zip(ranks, [units(1.0, 2.0), units(4.0)]):
-        rank.compute(share)
-    reduce(ranks)
-    assert [(rank.sum.read(), rank.sum.units) for rank in ranks] == [(True, 3)] * 2
 
 
 def test_a_repetition_that_fails_begins_as_the_first_attempt_did() -> None:
     rank = one(1.0)
     rank.compute(units(2.0**40))
-    assert not rank.sum.read(1)
+    assert not rank.sum.read()
     rank.sum.abandon()
     assert step([rank], [units(2.0**40)]) == 1
 
@@ -335,13 +328,13 @@ def test_a_repetition_that_fails_begins_as_the_first_attempt_did() -> None:
 def test_a_rank_that_has_not_abandoned_an_attempt_is_noticed_by_all() -> None:
     ranks = [one(1.0), one(1.0)]
     ranks[0].compute(units(2.0**40))
-    assert not ranks[0].sum.read(1)
+    assert not ranks[0].sum.read()
     for rank in ranks:
         rank.compute(units(1.0))
     reduce(ranks)
     for rank in ranks:
         with pytest.raises(ScalesDiffer, match=r"1 parameters .* first a: "):
-            rank.sum.read(2)
+            rank.sum.read()
         rank.sum.abandon()
     assert step(ranks, [units(1.0), units(1.0)]) == 0
 
@@ -362,7 +355,7 @@ def test_a_rank_that_heals_gets_the_gradients_and_the_scales_of_the_others(
         for rank, share in zip(ranks, [units(2.0**50), units(1.0), []]):
             rank.compute(share)
         reduce(ranks)
-        assert {rank.sum.read(2) for rank in ranks} == {not repeated}
+        assert {rank.sum.read() for rank in ranks} == {not repeated}
     if reads_before_it_loads:
         healing.sum.load_state_dict(state)
     for rank in ranks:
@@ -419,7 +412,7 @@ def test_a_unit_that_another_rank_counts_leaves_nothing() -> None:
     rank.parameters["a"].grad = torch.tensor([3.0])
     rank.sum.add()
     assert rank.parameters["a"].grad is None
-    assert rank.sum.read(1)
+    assert rank.sum.read()
     assert rank.parameters["a"].grad is not None and rank.parameters["a"].grad.tolist() == [3.0]
 
 
@@ -463,7 +456,7 @@ def test_any_shape_and_layout(make: Callable[[], torch.Tensor]) -> None:
         for each in (gradient, gradient.contiguous()):
             parameter.grad = each.clone()
             total.add()
-        assert total.read(2) == complete
+        assert total.read() == complete
     assert parameter.grad is not None
     torch.testing.assert_close(parameter.grad, 2 * gradient, rtol=0, atol=2.0**-30)
     assert parameter.grad.stride() == torch.empty_like(parameter).stride()
@@ -489,32 +482,11 @@ def test_a_number_of_units_that_is_out_of_range(max_units: int) -> None:
         Rank({"a": [1]}, max_units)
 
 
-@pytest.mark.parametrize("units_", [0, 5])
-def test_a_batch_with_more_units_than_max_units(units_: int) -> None:
-    rank = one(1.0)
-    with pytest.raises(
-        ValueError, match=f"units is {units_}: allowed are whole numbers from 1 to max_units, 4"
-    ):
-        rank.sum.read(units_)
-
-
-@pytest.mark.parametrize("expected", [1, 3])
-def test_a_sum_with_other_units_than_the_batch(expected: int) -> None:
-    rank = one(1.0)
-    rank.compute(units(1.0, 1.0))
-    with pytest.raises(
-        SamplesDiffer, match=f"2 units were reduced, {expected} belong to the batch; the step must not"
-    ):
-        rank.sum.read(expected)
-    with pytest.raises(RuntimeError, match=r"commit\(\) without gradients"):
-        rank.sum.commit()
-
-
 @pytest.mark.parametrize("then", [ExactSum.begin, ExactSum.abandon])
 def test_a_commit_without_gradients(then: Callable[[ExactSum], None]) -> None:
     rank = one(1.0)
     rank.compute(units(1.0))
-    assert rank.sum.read(1)
+    assert rank.sum.read()
     then(rank.sum)
     with pytest.raises(RuntimeError, match=r"commit\(\) without gradients"):
         rank.sum.commit()

@@ -75,7 +75,7 @@ def test_shards_of_two_ranks_have_the_bits_of_the_whole_parameters(
             for name, gradient in unit.items():
                 whole[name].grad = gradient.clone()
             total.add()
-        complete = total.read(RANKS)
+        complete = total.read()
 
     total.commit()
     # The ranks take turns in this process: what one adds is known to the next one from the turn before.
@@ -103,7 +103,7 @@ def test_shards_of_two_ranks_have_the_bits_of_the_whole_parameters(
             if not turn:
                 continue
             head.copy_(sum(heads))
-            assert sharded.read(RANKS)
+            assert sharded.read()
             for name, parameter in shards.items():
                 grad: Any = parameter.grad
                 chunks = whole[name].grad.chunk(RANKS)  # type: ignore[union-attr]
@@ -137,7 +137,7 @@ def test_a_single_rank_of_fsdp_has_the_bits_of_the_plain_model() -> None:
                 model(unit).sum().backward()
                 fsdp.end_unit()
                 total.add()
-            complete = total.read(2)
+            complete = total.read()
         gradients.append(
             [p.grad.to_local() if isinstance(p, DTensor) else p.grad for p in model.parameters()]
         )

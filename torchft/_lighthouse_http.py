@@ -80,7 +80,7 @@ class HttpLighthouse:
     def addresses(self) -> list[str]:
         """The addresses at present. Unanswered: one is malformed, or their file cannot be read."""
         try:
-            return [_checked(address) for address in lighthouses_of(self._setting)]
+            return [checked(address) for address in lighthouses_of(self._setting)]
         except OSError as e:
             raise Unanswered(f"{LIGHTHOUSE_ENV}={self._setting}: {e.strerror}") from None
 
@@ -132,45 +132,22 @@ class HttpLighthouse:
         with self._open(path, "POST", token_headers(), json.dumps(value).encode(), timeout) as response:
             return _json(response)
 
-    def ask(self, what: str, replica_id: str) -> str:
-        """Requests that the lighthouse ``kill`` or ``drain`` a group, with the token of TORCHFT_TOKEN_FILE if
-        set.
+    def ask(self, what: str, **body: str | int) -> str:
+        """Requests a change, with the token of TORCHFT_TOKEN_FILE if set.
+
+        Args:
+            what: ``kill`` or ``drain`` a ``replica_id``; ``max_replicas``: how many groups train, as further
+                ones are standbys; ``cluster/add`` or ``cluster/remove`` the lighthouse at an ``address``;
+                ``scaled`` and ``bad_node`` make a ``reason`` an event of the job.
+            body: the arguments of the request.
 
         Returns:
-            a line that says what the lighthouse did.
-        """
-        return f"{replica_id}: {self._ask(what, replica_id=replica_id)}"
-
-    def scaled(self, reason: str) -> None:
-        """Makes a change of the number of groups an event of the job.
+            what was done.
 
         Raises:
             Unanswered: no lighthouse answers, or it refuses.
             ValueError: TORCHFT_TOKEN_FILE cannot be read.
         """
-        self._ask("scaled", reason=reason)
-
-    def limit(self, max_replicas: int) -> None:
-        """Sets how many groups train; further ones are standbys.
-
-        Raises:
-            Unanswered, ValueError: as :meth:`scaled`.
-        """
-        self._ask("max_replicas", max_replicas=max_replicas)
-
-    def change(self, what: str, address: str) -> str:
-        """Requests that the cluster ``add`` or ``remove`` a lighthouse, with the token of TORCHFT_TOKEN_FILE
-        if set.
-
-        Returns:
-            a line that says what the cluster did.
-
-        Raises:
-            Unanswered: no lighthouse answers, or the cluster refuses; or ``address`` is malformed.
-        """
-        return f"{_checked(address)}: {self._ask(f'cluster/{what}', address=_checked(address))}"
-
-    def _ask(self, what: str, **body: str | int) -> str:
         answer = self.post(f"/api/v1/{what}", body)
         if not isinstance(answer, dict) or "done" not in answer:
             raise Unanswered(f"{self._served} answered other JSON: is it a lighthouse?")
@@ -224,7 +201,7 @@ def tell_bad_node(lighthouse: str, job: str, node: str, reasons: Iterable[str]) 
     """Makes it an event of a job that a host should not train. Returns why it is none; empty: it is one."""
     try:
         text = f"node {node} should not train: {'; '.join(reasons)}"
-        HttpLighthouse(lighthouse, job)._ask("bad_node", reason=text)
+        HttpLighthouse(lighthouse, job).ask("bad_node", reason=text)
     except (Unanswered, ValueError) as e:
         return f"this is no event of the job: {e}"
     return ""
@@ -241,7 +218,7 @@ def address_of(endpoint: str) -> str:
     each = [one.strip() for one in endpoint.split(",")]
     addresses = [one if "://" in one else f"{'https' if tls else 'http'}://{one}" for one in each]
     try:
-        return ",".join(map(_checked, addresses))
+        return ",".join(map(checked, addresses))
     except Unanswered:
         raise ValueError(
             f"endpoint {endpoint!r} is not allowed; allowed: HOST:PORT, http://HOST:PORT"
@@ -329,7 +306,8 @@ def refusal_of(address: str, code: int, body: bytes) -> Unanswered:
         return Unanswered(f"{address} answered {code}: {body.decode(errors='replace').strip()}", code)
 
 
-def _checked(address: str) -> str:
+def checked(address: str) -> str:
+    """The address of a lighthouse. Unanswered: it is malformed."""
     try:
         parts = urlsplit(address)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port

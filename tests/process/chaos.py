@@ -301,7 +301,7 @@ class Chaos:
         for child in ranks:
             child.expected_to_live = False
         at = time.monotonic()
-        self._http().ask("drain", self._member(victim)["replica_id"])
+        self._http().ask("drain", replica_id=self._member(victim)["replica_id"])
         outcome = self._after(self._others(victim), [victim], at, STOP_BOUND_S)
         self.job.wait_exit(ranks, HEAL_BOUND_S)
         assert self._failures() == before

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchft._lighthouse_http import HttpLighthouse, Unanswered
+from torchft._lighthouse_http import HttpLighthouse, Unanswered, checked
 from torchft._security import DEFAULT_JOB
 from torchft.cli.arguments import Parser, ask_lighthouse
 from torchft.cli.output import duration_text, printable
@@ -39,7 +39,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if args.change:
             lighthouse = HttpLighthouse(args.lighthouse, DEFAULT_JOB, timeout=_CHANGE_SEC)
-            print(printable(lighthouse.change(args.change, args.address)))
+            address = checked(args.address)
+            done = lighthouse.ask(f"cluster/{args.change}", address=address)
+            print(printable(f"{address}: {done}"))
         else:
             status = _look(args.lighthouse)
             print(json.dumps(status) if args.json else table(status))

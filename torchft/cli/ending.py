@@ -51,7 +51,8 @@ def _end(what: str, args: Namespace, wait: float | None) -> int:
     try:
         lighthouse = HttpLighthouse(args.lighthouse, args.job)
         replica_id = meant(args.replica_id, _known(lighthouse))
-        print(printable(lighthouse.ask(what, replica_id)), flush=True)
+        done = lighthouse.ask(what, replica_id=replica_id)
+        print(printable(f"{replica_id}: {done}"), flush=True)
         deadline = time.monotonic() + (wait or 0.0)
         while wait is not None and replica_id in _known(lighthouse):
             if time.monotonic() > deadline:

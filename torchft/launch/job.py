@@ -444,20 +444,18 @@ def status(lighthouse: str) -> dict[str, Any]:
 
 
 def drain(lighthouse: str, replica_id: str) -> bool:
-    """Drains a group through the lighthouse. Returns False if the lighthouse could not pass the request
-    on.
-    """
-    return _done(lambda: HttpLighthouse(lighthouse, timeout=_REQUEST_SEC).ask("drain", replica_id))
+    """Drains a group. Returns False if the lighthouse could not pass the request on."""
+    return _asked(lighthouse, "drain", replica_id=replica_id)
 
 
 def limit(lighthouse: str, max_replicas: int) -> bool:
     """Sets how many groups train. Returns False if the lighthouse does not answer, or refuses."""
-    return _done(lambda: HttpLighthouse(lighthouse, timeout=_REQUEST_SEC).limit(max_replicas))
+    return _asked(lighthouse, "max_replicas", max_replicas=max_replicas)
 
 
-def _done(ask: Callable[[], object]) -> bool:
+def _asked(lighthouse: str, what: str, **body: str | int) -> bool:
     try:
-        ask()
+        HttpLighthouse(lighthouse, timeout=_REQUEST_SEC).ask(what, **body)
     except (Unanswered, ValueError):
         return False
     return True

@@ -136,7 +136,7 @@ def follow(
 def record(lighthouse: HttpLighthouse, reason: str) -> None:
     """Makes a decision an event of the job."""
     try:
-        lighthouse.scaled(reason)
+        lighthouse.ask("scaled", reason=reason)
     except (Unanswered, ValueError) as e:
         print(f"torchft: the change of the number of groups is no event of the job: {e}", file=sys.stderr)
 

@@ -35,7 +35,7 @@ class Job:
 
 def test_two_groups_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(HttpLighthouse, "scaled", lambda _, reason: told.append(reason))
+    monkeypatch.setattr(HttpLighthouse, "ask", lambda _, what, reason: told.append(reason))
     job: Any = Job()
     follows = automatic.follower(job, range(1, 5), ADDRESS)
     numbers = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
 
@@ -165,8 +165,7 @@ class Digests(NamedTuple):
     """The digests of one step."""
 
     header: int
-    # At most BUCKETS; a tensor on the device if any of the weights are there.
-    words: Union[list[int], torch.Tensor]
+    words: torch.Tensor  # at most BUCKETS, on the device if any of the weights are there
     names: list[list[str]]  # names of the tensors in each bucket
 
 
@@ -178,9 +177,8 @@ class Digester:
         self._setting = setting
         # number of the sweep, and :meth:`RegisteredState.counts`, for which the parts were listed
         self._listed: Optional[tuple[int, list[int]]] = None
-        self._pace: Optional[DigestPace] = (
-            None  # with weights on a device, where the length of a sweep is chosen
-        )
+        # with weights on a device, where the length of a sweep is chosen
+        self._pace: Optional[DigestPace] = None
         self._began: Optional[float] = None
 
     def digest(self, step: int) -> Optional[Digests]:
@@ -204,10 +202,9 @@ class Digester:
             buckets[bucket].append(digest_bytes(_tensor(part.read())[span.begin : span.end]))
             names[bucket].append(part.name)
         device = next((word.device for words in buckets for word in words if not word.is_cpu), None)
-        words = [combine(words, device) for words in buckets]
-        if device is None:
-            return Digests(self._header, [int(word.item()) for word in words], names)
-        return Digests(self._header, torch.stack(words), names)
+        none = torch.empty(0, dtype=torch.int64)
+        words = torch.stack([combine(words, device) for words in buckets]) if buckets else none
+        return Digests(self._header, words, names)
 
     def _list(self, step: int) -> None:
         """Lists the parts again when a sweep begins, or when tensors were added."""
@@ -354,8 +351,6 @@ class Replicas:
         rows = [[*NOTHING] for _ in steps]
         for i, entry in entries.items():
             rows[i][0] = entry.header
-            if isinstance(entry.words, list):
-                rows[i][1 : 1 + len(entry.words)] = entry.words
         table = torch.zeros(
             plan.replica_world_size, len(steps), len(NOTHING), dtype=torch.int64, device=device
         )
@@ -363,8 +358,7 @@ class Replicas:
         if self._mark is not None:
             self._mark.follow()  # the reduction may be queued on another stream than the digests
         for i, entry in entries.items():
-            if isinstance(entry.words, torch.Tensor):
-                table[plan.replica_rank, i, 1 : 1 + len(entry.words)] = entry.words.to(device)
+            table[plan.replica_rank, i, 1 : 1 + len(entry.words)] = entry.words.to(device)
         return table
 
     def check(self, step: Step, number: int) -> None:
@@ -431,8 +425,7 @@ class Replicas:
             entry = self._digester.digest(number)
             if entry is None:
                 return
-            words = entry.words
-            self._mark = DeviceEvent(devices_of(words)) if isinstance(words, torch.Tensor) else None
+            self._mark = DeviceEvent(devices_of(entry.words))
         except Exception as e:
             self._logger.exception(f"the weights cannot be compared with those of other groups: {e}")
             # This group sends zeros from now on. It must not stop sending, because the other groups wait for

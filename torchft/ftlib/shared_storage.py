@@ -21,7 +21,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from torchft._security import DEFAULT_JOB, JOB_ENV
 from torchft.ftlib.consensus import Consensus, Listener
 from torchft.ftlib.storage_rules import Confirm, Create, News, Record, Take, Wait, Want, decide, living, news
 from torchft.ftlib.views import Identity, Member, View, checked_name
+from torchft.process_group._attempt import in_time
 from torchft.process_group.reconfigure import host_store
 
 T = TypeVar("T")
@@ -158,34 +158,22 @@ class SharedStorage(Consensus):
         """
         self._maker.check()
         began = time.monotonic()
-        if self._idle.acquire(timeout=max(0.0, deadline - began)):
-            result: Future[T] = Future()
 
-            def call() -> T:
-                try:
-                    return function()
-                finally:
-                    self._idle.release()
-
-            def run() -> None:
-                try:
-                    result.set_result(call())
-                except BaseException as e:
-                    result.set_exception(e)
-
+        def call() -> T:
+            if not self._idle.acquire(timeout=max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
             try:
-                threading.Thread(target=run, name="torchft_ftlib_directory", daemon=True).start()
-            except BaseException:  # no thread could be started: later calls must not wait for this one
+                return function()
+            finally:
                 self._idle.release()
-                raise
-            wait([result], max(0.0, deadline - time.monotonic()))
-            if result.done():
-                return result.result()
-        waited = time.monotonic() - began
-        where = f"directory={str(self._files.directory)!r}"
-        raise TimeoutError(
-            f"timed out: {where} has not answered within {waited:.1f} s; check the server of its file system"
-        )
+
+        try:
+            return in_time(call, timedelta(seconds=max(0.0, deadline - began)))
+        except TimeoutError:
+            raise TimeoutError(
+                f"timed out: directory={str(self._files.directory)!r} has not answered within "
+                f"{time.monotonic() - began:.1f} s; check the server of its file system"
+            ) from None
 
     def _write(self, **changed: Any) -> None:
         """Writes this member's record, with a number that changes each time."""

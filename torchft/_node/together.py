@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -129,26 +129,17 @@ def compare(
         handler.shutdown()
 
 
+@dataclass
 class _Talk:
     """What the nodes of a round tell each other, by the store of rank 0."""
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        address: str,
-        deadline: Deadline,
-        say: Say,
-        exchange: Exchange,
-    ) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._address = address
-        self._deadline = deadline
-        self._say = say
-        self._exchange = exchange
+    _store: dist.Store
+    _rank: int
+    _size: int
+    _address: str
+    _deadline: Deadline
+    _say: Say
+    _exchange: Exchange
 
     def held(self, report: Report) -> tuple[NodeVerdict, int]:
         self._tell("report", asdict(report))

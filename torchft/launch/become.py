@@ -49,7 +49,17 @@ def become(
         changes: environment variables that imports have set or removed.
     """
     try:
-        kept = _prepare(request, descriptors, connection, path, tell, changes)
+        output = _output()
+        tell = _take_over(request, descriptors, connection, tell)
+        env = {**request["env"], **changes}
+        os.environ.clear()
+        os.environ.update({name: value for name, value in env.items() if value is not None})
+        time.tzset()
+        _standard_streams()
+        os.write(2, output)
+        _name(_arguments(request, path), request["env"])
+        _seed()
+        _forked.stood_for = True
     except BaseException as e:
         protocol.send(connection, {"refused": f"a fork cannot become it: {e}", "said": False})
         os._exit(1)
@@ -57,46 +67,14 @@ def become(
     protocol.send(connection, answer, [descriptor := os.pidfd_open(os.getpid())])
     os.close(descriptor)
     connection.close()
-    sys.meta_path.insert(0, _Told(kept.tell))
+    sys.meta_path.insert(0, _Told(tell))
     _run(request)
 
 
-def _prepare(
-    request: dict[str, Any],
-    descriptors: list[int],
-    connection: socket.socket,
-    path: list[str],
-    tell: int,
-    changes: dict[str, str | None],
-) -> _Kept:
-    output = _output()
-    kept = _take_over(request, descriptors, connection, tell)
-    env = {**request["env"], **{name: value for name, value in changes.items() if value is not None}}
-    for name in [name for name, value in changes.items() if value is None]:
-        env.pop(name, None)
-    os.environ.clear()
-    os.environ.update(env)
-    time.tzset()
-    _standard_streams()
-    os.write(2, output)
-    argv = _arguments(request, path)
-    _name(argv, request["env"])
-    _seed()
-    _forked.stood_for = True
-    return kept
-
-
-class _Kept:
-    """The descriptors that stay open beside those of the program."""
-
-    def __init__(self, alive: int, tell: int) -> None:
-        self.alive, self.tell = alive, tell
-
-
-def _take_over(
-    request: dict[str, Any], descriptors: list[int], connection: socket.socket, tell: int
-) -> _Kept:
-    """Takes over what a program inherits. OSError: this process may not."""
+def _take_over(request: dict[str, Any], descriptors: list[int], connection: socket.socket, tell: int) -> int:
+    """Takes over what a program inherits, beside the pipe, the connection and `tell`, whose new number it
+    returns. OSError: this process may not.
+    """
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _ABOVE) for descriptor in [*descriptors, tell]]
     kept = fcntl.fcntl(connection.fileno(), fcntl.F_DUPFD_CLOEXEC, _ABOVE)
     for descriptor in [*descriptors, tell]:
@@ -119,7 +97,7 @@ def _take_over(
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
-    return _Kept(alive, tell)
+    return tell
 
 
 def _end_with(alive: int) -> None:

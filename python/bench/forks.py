@@ -30,7 +30,7 @@ from torchft.launch import process_tree
 from torchft.launch.exec import NAME_ENV
 from torchft.launch.group import ReplicaGroup, environment
 from torchft.launch.job import status
-from torchft.launch.lighthouse import lighthouse
+from torchft.launch.lighthouse import lighthouses
 from torchft.launch.owned import ReadyProcess
 
 RANKS = 8
@@ -83,7 +83,7 @@ def restarts(way: str, rounds: int, folder: Path) -> list[tuple[float, float]]:
     torchrun_args = ["--max_restarts", str(rounds)] if ranks > 1 else []
     found = []
     try:
-        with lighthouse(folder / "lighthouse.log", [*LIGHTHOUSE, "--max_replicas", "2"]) as address:
+        with lighthouses(folder, [*LIGHTHOUSE, "--max_replicas", "2"], bind="127.0.0.1:0") as (address, _):
             script = "train_ddp" if ranks == 1 else "train_fsdp"
             args = ["--script", script, "--steps", "1000000", "--device", "cpu"]
             for group in groups:

@@ -31,7 +31,7 @@ from replica_group import TRAIN_SCRIPT, Group
 
 from torchft.launch.group import environment
 from torchft.launch.job import status
-from torchft.launch.lighthouse import LaunchError, lighthouse
+from torchft.launch.lighthouse import LaunchError, lighthouses
 from torchft.launch.output import tail
 from torchft.launch.owned import ReadyProcess
 
@@ -61,7 +61,7 @@ def main() -> int:
     ]
     options = [*LIGHTHOUSE_OPTIONS, *(["--max_replicas", str(args.groups)] if args.standby else [])]
     try:
-        with lighthouse(folder / "lighthouse.log", options) as address:
+        with lighthouses(folder, options, bind="127.0.0.1:0") as (address, _):
             kills = train(args, groups, address)
         proof = prove(args, groups, folder) if args.once else None
         print_table(groups, kills, proof)

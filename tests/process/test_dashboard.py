@@ -22,9 +22,7 @@ from processes import HERE, Child, Job, ours_path
 from torchft._lighthouse_http import HttpLighthouse
 from torchft.coordination import LighthouseServer
 from torchft.launch import process_tree
-from torchft.launch.cluster import watched_cluster
-from torchft.launch.lighthouse import free_port
-from torchft.launch.lighthouse import lighthouse as local_lighthouse
+from torchft.launch.lighthouse import free_port, lighthouses
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +245,7 @@ def test_the_kill_button_takes_the_token(
     token.write_text("a-secret-of-this-job\n")
     token.chmod(0o600)
     monkeypatch.setenv("TORCHFT_TOKEN_FILE", str(token))  # for the processes that are started here
-    with local_lighthouse(tmp_path / "lighthouse.log", ["--min_replicas", "1"]) as address:
+    with lighthouses(tmp_path, ["--min_replicas", "1"], bind="127.0.0.1:0") as (address, _):
         member = Member(0, address, tmp_path)
         try:
             page = Page(browser, address)
@@ -521,7 +519,7 @@ def test_what_hosts_hold_in_memory_and_write_to_disks_is_shown(
 @pytest.mark.timeout(240)
 def test_the_page_follows_the_lighthouses_that_fail(browser: Any, tmp_path: Path) -> None:
     """Also the last one, which cannot lead alone, says so on a page that is open."""
-    with watched_cluster(tmp_path, ["--min_replicas", "1"], 3) as (addresses, _):
+    with lighthouses(tmp_path, ["--min_replicas", "1"], 3) as (addresses, _):
         each = addresses.split(",")
         wait(lambda: led(each[0]), "one leads")
         member = Member(0, addresses, tmp_path)

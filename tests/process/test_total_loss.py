@@ -23,7 +23,7 @@ from total_loss_worker import BATCH, SAMPLES
 from tests.bounded import todays
 from torchft._lighthouse_http import HttpLighthouse
 from torchft.checkpointing.snapshots import slots
-from torchft.launch import lighthouse as launch
+from torchft.launch.lighthouse import lighthouses
 
 EVERY = 2  # steps between two copies
 EPOCH = SAMPLES // BATCH  # steps
@@ -192,7 +192,7 @@ def test_the_host_with_the_newest_copy_is_named_and_waited_for(tmp_path: Path) -
     """
     options = ["--min_replicas", "1", "--heartbeat_timeout_ms", "1000", "--forbid_regression"]
     memory, wait = tmp_path / "memory", {"TORCHFT_QUORUM_TIMEOUT_SEC": "200"}
-    with launch.lighthouse(tmp_path / "lighthouse.log", options) as address, Job() as job:
+    with lighthouses(tmp_path, options, bind="127.0.0.1:0") as (address, _), Job() as job:
         ask = HttpLighthouse(address, timeout=10.0)
         undisturbed = end(job, start(job, address, tmp_path / "other", 1, 1, 12, "undisturbed", STEP_S="0"))
 

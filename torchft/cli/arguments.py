@@ -86,7 +86,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def lighthouses(text: str) -> int:
+def lighthouse_count(text: str) -> int:
     """Parses the number of lighthouses of a job: one, or the odd number of a cluster."""
     if text not in ("1", "3", "5", "7"):
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: 1, 3, 5 or 7")

@@ -17,15 +17,14 @@ from torchft import _keeper
 from torchft._lighthouse_http import DEFAULT_PORT
 from torchft._manager.signals import grace_from_env
 from torchft.addresses import node_name
-from torchft.cli.arguments import Parser, duration, lighthouses, natural, nearest, positive, replicas
+from torchft.cli.arguments import Parser, duration, lighthouse_count, natural, nearest, positive, replicas
 from torchft.cli.node import check
 from torchft.cli.output import write_no_more
 from torchft.launch import automatic
-from torchft.launch.cluster import log_name, watched_cluster
 from torchft.launch.control import Control
 from torchft.launch.group import ReplicaGroup, environment
 from torchft.launch.job import HostFails, LocalJob
-from torchft.launch.lighthouse import LaunchError, watched_lighthouse
+from torchft.launch.lighthouse import LaunchError, lighthouses, log_name
 from torchft.launch.output import tail
 from torchft.launch.owned import ReadyProcess
 from torchft.launch.progress import StatusLines
@@ -34,9 +33,9 @@ from torchft.scaling.policy import allowed_numbers
 
 _ABOUT = """\
 Starts a lighthouse, or several that agree, and replica groups of a script, each a separate torchrun; restarts
-groups that fail, and lighthouses if there are several; shows one line for each group, and ends when all
-groups have finished. Ctrl-C, SIGTERM or a closed terminal (SIGHUP, unless nohup ignores it) ends all
-processes of the job: scripts that call Manager.draining() end their step first, in TORCHFT_GRACE_S (25 s).
+groups and lighthouses that fail; shows one line for each group, and ends when all groups have finished.
+Ctrl-C, SIGTERM or a closed terminal (SIGHUP, unless nohup ignores it) ends all processes of the job: scripts
+that call Manager.draining() end their step first, in TORCHFT_GRACE_S (25 s).
 
 The environment of the script has REPLICA_GROUP_ID, NUM_REPLICA_GROUPS (the largest number, MAX, and
 standbys), and torchrun's variables.
@@ -50,7 +49,6 @@ standbys), and torchrun's variables.
 
 
 _LOGS = "torchft-logs"
-_LIGHTHOUSE_LOG = "lighthouse.log"
 # A terminal sends Ctrl-C to a wrapper such as `timeout` too, which forwards it: it arrives twice, a moment
 # apart.
 _ECHO_SEC = 1.0
@@ -102,7 +100,7 @@ def main(arguments: Sequence[str]) -> int:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, terminate)
     try:
-        args.log_dir = _log_folder(args.log_dir, _LIGHTHOUSE_LOG if args.lighthouses == 1 else log_name(1))
+        args.log_dir = _log_folder(args.log_dir, log_name(1, args.lighthouses))
     except OSError as e:
         name = str(args.log_dir or _LOGS)
         print(
@@ -187,11 +185,7 @@ def _run(args: Any) -> int:
         str(round(1000 * args.join_timeout)),
         *(["--max_replicas", str(first)] if args.standby else []),
     ]
-    watched = (
-        watched_lighthouse(args.log_dir / _LIGHTHOUSE_LOG, options, args.bind)
-        if args.lighthouses == 1
-        else watched_cluster(args.log_dir, options, args.lighthouses)
-    )
+    watched = lighthouses(args.log_dir, options, args.lighthouses, args.bind)
     with contextlib.closing(ready), watched as (address, check_lighthouse):
         print(f"lighthouse{'' if args.lighthouses == 1 else 's'}: {address}", flush=True)
         if args.check:
@@ -280,7 +274,7 @@ def _parse(arguments: Sequence[str]) -> Any:
     parser.add_argument("--seed", type=int, help="seed for the choice of the groups to kill")
     parser.add_argument(
         "--lighthouses",
-        type=lighthouses,
+        type=lighthouse_count,
         default=1,
         metavar="N",
         help="lighthouses that agree by Raft, if above 1 (1)",

@@ -13,22 +13,16 @@ from torchft.launch.exec import COMM, STANDS_FOR, Forked
 
 
 def start(
-    command: list[str],
-    log: Path,
-    env: dict[str, str] | None = None,
-    cwd: Path | None = None,
-    stdout: int | None = None,
+    command: list[str], log: Path, env: dict[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """Starts a command in a new session; its output is appended to `log`, without that to stdout if this is
-    subprocess.PIPE.
-    """
+    """Starts a command in a new session; its output is appended to `log`."""
     with log.open("ab") as output:
         return subprocess.Popen(
             command,
             env={**os.environ, **(env or {})},
             cwd=cwd,
             stdin=subprocess.DEVNULL,
-            stdout=output if stdout is None else stdout,
+            stdout=output,
             stderr=output,
             start_new_session=True,
             preexec_fn=end_with_parent,

@@ -47,17 +47,14 @@ class Groups:
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Groups]:
     @contextlib.contextmanager
-    def lighthouse(*_: Any) -> Iterator[tuple[str, Any]]:
-        yield "http://localhost:1", None
-
-    @contextlib.contextmanager
-    def lighthouses(folder: Path, options: list[str], count: int) -> Iterator[tuple[str, Any]]:
+    def lighthouses(
+        folder: Path, options: list[str], count: int, bind: str | None
+    ) -> Iterator[tuple[str, Any]]:
         yield ",".join(f"http://localhost:{number}" for number in range(1, count + 1)), None
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(run, "watched_lighthouse", lighthouse)
-    monkeypatch.setattr(run, "watched_cluster", lighthouses)
+    monkeypatch.setattr(run, "lighthouses", lighthouses)
     started = Groups()
     monkeypatch.setattr(run, "LocalJob", lambda *arguments: started.of(arguments))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}

@@ -126,10 +126,13 @@ class HttpLighthouse:
             timeout: seconds until the first byte of the answer; default: that of this object.
 
         Raises:
-            Unanswered: no lighthouse answers, or one refuses.
-            ValueError: TORCHFT_TOKEN_FILE cannot be read.
+            Unanswered: no lighthouse answers, or one refuses; or TORCHFT_TOKEN_FILE cannot be read.
         """
-        with self._open(path, "POST", token_headers(), json.dumps(value).encode(), timeout) as response:
+        try:
+            headers = token_headers()
+        except ValueError as e:
+            raise Unanswered(str(e), 401) from None
+        with self._open(path, "POST", headers, json.dumps(value).encode(), timeout) as response:
             return _json(response)
 
     def ask(self, what: str, **body: str | int) -> str:
@@ -145,8 +148,7 @@ class HttpLighthouse:
             what was done.
 
         Raises:
-            Unanswered: no lighthouse answers, or it refuses.
-            ValueError: TORCHFT_TOKEN_FILE cannot be read.
+            Unanswered: as :meth:`post`.
         """
         answer = self.post(f"/api/v1/{what}", body)
         if not isinstance(answer, dict) or "done" not in answer:
@@ -202,7 +204,7 @@ def tell_bad_node(lighthouse: str, job: str, node: str, reasons: Iterable[str]) 
     try:
         text = f"node {node} should not train: {'; '.join(reasons)}"
         HttpLighthouse(lighthouse, job).ask("bad_node", reason=text)
-    except (Unanswered, ValueError) as e:
+    except Unanswered as e:
         return f"this is no event of the job: {e}"
     return ""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,18 +35,13 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if args.change and not args.address:
         parser.error(f"the address of the lighthouse to {args.change} is missing; see {parser.prog} --help")
-    try:
-        if args.change:
-            lighthouse = HttpLighthouse(args.lighthouse, DEFAULT_JOB, timeout=_CHANGE_SEC)
-            address = checked(args.address)
-            done = lighthouse.ask(f"cluster/{args.change}", address=address)
-            print(printable(f"{address}: {done}"))
-        else:
-            status = _look(args.lighthouse)
-            print(json.dumps(status) if args.json else table(status))
-    except (Unanswered, ValueError) as e:
-        print(printable(f"torchft cluster: {e}"), file=sys.stderr)
-        return 1
+    if args.change:
+        address = checked(args.address)
+        lighthouse = HttpLighthouse(args.lighthouse, DEFAULT_JOB, timeout=_CHANGE_SEC)
+        print(printable(f"{address}: {lighthouse.ask(f'cluster/{args.change}', address=address)}"))
+    else:
+        status = _look(args.lighthouse)
+        print(json.dumps(status) if args.json else table(status))
     return 0
 
 

@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 import torchft
+from torchft._lighthouse_http import Unanswered
 from torchft.cli.arguments import nearest
-from torchft.cli.output import write_no_more
+from torchft.cli.output import printable, write_no_more
 
 _ABOUT = """\
 Per-step fault tolerance for PyTorch training.
@@ -62,7 +63,11 @@ def _chosen(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    return _COMMANDS[name][1](rest)
+    try:
+        return _COMMANDS[name][1](rest)
+    except Unanswered as e:
+        print(printable(f"torchft {name}: {e}"), file=sys.stderr)
+        return 1
 
 
 def _lighthouse(arguments: Sequence[str]) -> int:

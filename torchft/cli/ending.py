@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -48,23 +47,19 @@ def _parser(command: str, about: str) -> Parser:
 
 
 def _end(what: str, args: Namespace, wait: float | None) -> int:
-    try:
-        lighthouse = HttpLighthouse(args.lighthouse, args.job)
-        replica_id = meant(args.replica_id, _known(lighthouse))
-        done = lighthouse.ask(what, replica_id=replica_id)
-        print(printable(f"{replica_id}: {done}"), flush=True)
-        deadline = time.monotonic() + (wait or 0.0)
-        while wait is not None and replica_id in _known(lighthouse):
-            if time.monotonic() > deadline:
-                raise Unanswered(
-                    f"{replica_id} is still there after {wait:g} s; does its script check draining()?"
-                )
-            time.sleep(_LOOK_SEC)
-    except (Unanswered, ValueError) as e:
-        print(printable(f"torchft {what}: {e}"), file=sys.stderr)
-        return 1
-    if wait is not None:
-        print(printable(f"{replica_id}: has left"))
+    lighthouse = HttpLighthouse(args.lighthouse, args.job)
+    replica_id = meant(args.replica_id, _known(lighthouse))
+    print(printable(f"{replica_id}: {lighthouse.ask(what, replica_id=replica_id)}"), flush=True)
+    if wait is None:
+        return 0
+    deadline = time.monotonic() + wait
+    while replica_id in _known(lighthouse):
+        if time.monotonic() > deadline:
+            raise Unanswered(
+                f"{replica_id} is still there after {wait:g} s; does its script check draining()?"
+            )
+        time.sleep(_LOOK_SEC)
+    print(printable(f"{replica_id}: has left"))
     return 0
 
 

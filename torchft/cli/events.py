@@ -26,13 +26,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--follow", action="store_true", help="continue with new events as they happen")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args(arguments)
-    try:
-        lighthouse = HttpLighthouse(args.lighthouse, args.job)
-        for event in _followed(lighthouse) if args.follow else lighthouse.get("/api/v1/history")["events"]:
-            print(json.dumps(event) if args.json else words(event), flush=True)
-    except Unanswered as e:
-        print(f"torchft events: {e}", file=sys.stderr)
-        return 1
+    lighthouse = HttpLighthouse(args.lighthouse, args.job)
+    for event in _followed(lighthouse) if args.follow else lighthouse.get("/api/v1/history")["events"]:
+        print(json.dumps(event) if args.json else words(event), flush=True)
     return 0
 
 

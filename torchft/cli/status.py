@@ -30,23 +30,19 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the lighthouse's JSON")
     args = parser.parse_args(arguments)
-    try:
-        lighthouse = HttpLighthouse(args.lighthouse, args.job)
-        shown = _look(lighthouse, args.json)
-        while True:
-            if args.watch and sys.stdout.isatty():
-                print("\x1b[H\x1b[J", end="")
-            print(shown, flush=True)
-            if not args.watch:
-                return 0
-            time.sleep(args.watch)
-            try:
-                shown = _look(lighthouse, args.json)
-            except Unanswered as e:  # the lighthouse may be restarting
-                shown = json.dumps({"error": str(e)}) if args.json else printable(str(e))
-    except Unanswered as e:
-        print(f"torchft status: {e}", file=sys.stderr)
-        return 1
+    lighthouse = HttpLighthouse(args.lighthouse, args.job)
+    shown = _look(lighthouse, args.json)
+    while True:
+        if args.watch and sys.stdout.isatty():
+            print("\x1b[H\x1b[J", end="")
+        print(shown, flush=True)
+        if not args.watch:
+            return 0
+        time.sleep(args.watch)
+        try:
+            shown = _look(lighthouse, args.json)
+        except Unanswered as e:  # the lighthouse may be restarting
+            shown = json.dumps({"error": str(e)}) if args.json else printable(str(e))
 
 
 def _look(lighthouse: HttpLighthouse, as_json: bool) -> str:

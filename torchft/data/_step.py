@@ -198,7 +198,7 @@ class LoaderStep:
         self._membership = membership
         self._attempt = loader._manager._current  # the Manager's attempt, whose quorum determines the units
         self._iterated = False
-        self._added: set[int] = set()  # indices of the accumulated units
+        self._added: set[int] = set()  # the places of the accumulated units
         self.audited = audited
         # Of a stream, see StreamPlan.count: what this rank has read, and what the ranks of its group have.
         self.counted = self.total = 0
@@ -274,25 +274,10 @@ class LoaderStep:
         return self._loader._local_steps is None and self._attempt.error is not None
 
     @property
-    def begun(self) -> bool:
-        """Whether any unit of the step has been accumulated."""
-        return bool(self._added)
-
-    @property
     def samples(self) -> int:
         """The number of this rank's samples in accumulated units that count, and in kept gradients."""
         units = (self._share.units[place] for place in self._added)
         return self._share.kept + sum(len(unit.indices) for unit in units if unit.weight)
-
-    @property
-    def planned_samples(self) -> int:
-        """The number of this rank's samples, if none of its units is left out."""
-        return self._share.samples
-
-    @property
-    def expected(self) -> int:
-        """The number of samples of this data rank, summed over all groups."""
-        return self._share.expected
 
     def planned(self, place: int) -> PlannedUnit:
         """The unit at a place among those of this rank, or at :data:`AUDIT`."""

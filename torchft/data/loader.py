@@ -349,7 +349,7 @@ class ElasticDataLoader:
         Raises:
             UnitsSkipped: they contain only some of the units.
         """
-        if self._step is None or not self._step.begun:
+        if self._step is None or not self._step._added:
             return False
         self._check_units(self._step)
         return True
@@ -575,7 +575,7 @@ class ElasticDataLoader:
             return self._step.total
         # A reduction before the first unit contains no gradients of units (units_added() checks that): the
         # planned number is returned.
-        return self._step.samples if self._step.begun else self._step.planned_samples
+        return self._step.samples if self._step._added else self._step._share.samples
 
     def samples_averaged(self, counted: int) -> None:
         """Sets the number of samples in an average, over all groups, before the average is committed."""
@@ -585,7 +585,7 @@ class ElasticDataLoader:
         """Ends a step of the inner optimizer."""
         step, self._step = self._step, None
         if step is not None:
-            self._account.trained(step.samples, step.expected)
+            self._account.trained(step.samples, step._share.expected)
             self._position = self._plan.advance(self._position)
             with contextlib.suppress(UnitsSkipped):
                 self._check_units(step)

@@ -191,7 +191,7 @@ class TorchRendezvousService:
         self._ended.set()
         try:
             self._lighthouse.post("/rendezvous", {**self._claim, "leave": True, "close": finished}, 2.0)
-        except (Unanswered, ValueError) as error:
+        except Unanswered as error:
             logger.warning("the rendezvous is left without a word: %s", error)
         self._thread.join(1.0)  # ends: the lighthouse answers the pending request when the node leaves
 
@@ -237,10 +237,7 @@ class TorchRendezvousService:
 
     def _request(self, seen: dict[str, Any], close: bool = False, timeout: Optional[float] = None) -> Any:
         claim = {**self._claim, "ask": self._ask, "seen": seen, "close": close}
-        try:
-            answer = self._lighthouse.post("/rendezvous", claim, timeout)
-        except ValueError as error:  # the token's file cannot be read
-            raise Unanswered(str(error), 401) from None
+        answer = self._lighthouse.post("/rendezvous", claim, timeout)
         if not isinstance(answer, dict) or not isinstance(answer.get("view"), dict):
             raise Unanswered(f"{self._address} answered {str(answer)[:80]!r}: is it a lighthouse?", 404)
         return answer

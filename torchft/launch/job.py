@@ -456,6 +456,6 @@ def limit(lighthouse: str, max_replicas: int) -> bool:
 def _asked(lighthouse: str, what: str, **body: str | int) -> bool:
     try:
         HttpLighthouse(lighthouse, timeout=_REQUEST_SEC).ask(what, **body)
-    except (Unanswered, ValueError):
+    except Unanswered:
         return False
     return True

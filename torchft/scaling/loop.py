@@ -137,7 +137,7 @@ def record(lighthouse: HttpLighthouse, reason: str) -> None:
     """Makes a decision an event of the job."""
     try:
         lighthouse.ask("scaled", reason=reason)
-    except (Unanswered, ValueError) as e:
+    except Unanswered as e:
         print(f"torchft: the change of the number of groups is no event of the job: {e}", file=sys.stderr)
 
 

@@ -49,7 +49,8 @@ class Consensus(ABC):
 
     @abstractmethod
     def get_member_list(self) -> View:
-        """Waits until all members of a view have called this, and returns that view.
+        """Waits for a view, all members of which call this, and returns it. A communicator of the view exists
+        only if all of them connect.
 
         This confirms the view. Its number is new, even if the members are those of the last view.
 

@@ -30,7 +30,7 @@ from torchft._checks import check_positive
 from torchft._forked import Maker
 from torchft._security import DEFAULT_JOB, JOB_ENV
 from torchft.ftlib.consensus import Consensus, Listener
-from torchft.ftlib.storage_rules import Confirm, Create, News, Record, Take, Wait, Want, decide, living, news
+from torchft.ftlib.storage_rules import Create, News, Record, Take, Wait, Want, decide, living, news
 from torchft.ftlib.views import Identity, Member, View, checked_name
 from torchft.process_group._attempt import in_time
 from torchft.process_group.reconfigure import host_store
@@ -119,8 +119,6 @@ class SharedStorage(Consensus):
                 return action.view
             if isinstance(action, Want):
                 self._call(deadline, partial(self._write, wants=action.number))
-            elif isinstance(action, Confirm):
-                self._call(deadline, partial(self._write, confirmed=action.view.digest))
             elif isinstance(action, Create):
                 self._call(deadline, partial(self._create, action.view))
             elif self._closed.wait(_POLL_SEC):
@@ -330,7 +328,7 @@ class Files:
 
 
 def _record(record: Mapping[str, Any]) -> Record:
-    return Record(str(record["address"]), int(record["wants"]), str(record["confirmed"]))
+    return Record(str(record["address"]), int(record["wants"]))
 
 
 def _boottime() -> float:

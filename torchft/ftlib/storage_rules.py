@@ -2,8 +2,9 @@
 
 Views are numbered, and each number can be created by only one process. A member that needs a view *wants* a
 number above that of the latest view. When all live members want one, the first of them in order creates the
-next view. Each member of the view confirms its digest, and uses the view when all have confirmed. A member
-that wants a number has left all views with smaller numbers.
+next view. Each member of the view uses it as soon as it sees it: their communicator connects only if all of
+them do so, because its prefix has the digest of the view, and its size. A member that wants a number has left
+all views with smaller numbers.
 """
 
 from __future__ import annotations
@@ -21,12 +22,10 @@ class Record(NamedTuple):
     Attributes:
         address: address of its store.
         wants: smallest number of a view that it may still use.
-        confirmed: digest of the last view that it confirmed.
     """
 
     address: str
     wants: int = 0
-    confirmed: str = ""
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,6 @@ class Want:
     """Action: write in the record that this member has left all views below this number."""
 
     number: int
-
-
-@dataclass(frozen=True)
-class Confirm:
-    """Action: write in the record that this member confirms the view."""
-
-    view: View
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,7 @@ class Create:
 
 @dataclass(frozen=True)
 class Take:
-    """Action: use the view, which all members have confirmed."""
+    """Action: use the view."""
 
     view: View
 
@@ -64,7 +56,7 @@ class Wait:
     members: tuple[Identity, ...]
 
 
-Action = Union[Want, Confirm, Create, Take, Wait]
+Action = Union[Want, Create, Take, Wait]
 
 
 def living(records: Mapping[Identity, Record]) -> dict[Identity, Record]:
@@ -87,10 +79,7 @@ def decide(
         left = [i for i in latest.identities if i not in alive or alive[i].wants > number]
         if left or me not in latest.identities:
             return Want(number + 1)
-        if mine.confirmed != latest.digest:
-            return Confirm(latest)
-        missing = tuple(i for i in latest.identities if alive[i].confirmed != latest.digest)
-        return Wait(missing) if missing else Take(latest)
+        return Take(latest)
     absent = tuple(identity for identity, record in sorted(alive.items()) if record.wants <= number)
     if absent or len(alive) < min_members:
         return Wait(absent)

@@ -15,7 +15,6 @@ import pytest
 from tests.bounded import often, todays
 from torchft.ftlib.storage_rules import (
     Action,
-    Confirm,
     Create,
     News,
     Record,
@@ -38,8 +37,8 @@ def view(number: int, *members: Identity) -> View:
 AB = view(1, A, B)
 
 
-def rec(identity: Identity, wants: int, confirmed: str = "") -> dict[Identity, Record]:
-    return {identity: Record(identity.name, wants, confirmed)}
+def rec(identity: Identity, wants: int) -> dict[Identity, Record]:
+    return {identity: Record(identity.name, wants)}
 
 
 @pytest.mark.parametrize(
@@ -48,11 +47,9 @@ def rec(identity: Identity, wants: int, confirmed: str = "") -> dict[Identity, R
         pytest.param(rec(A, 1), None, 1, Create(view(1, A)), id="alone"),
         pytest.param(rec(A, 1), None, 2, Wait(()), id="too few"),
         pytest.param({**rec(A, 1), **rec(B, 1)}, None, 1, Create(AB), id="the first creates"),
-        pytest.param({**rec(A, 1), **rec(B, 1)}, AB, 1, Confirm(AB), id="a view exists"),
-        pytest.param({**rec(A, 1, AB.digest), **rec(B, 1)}, AB, 1, Wait((B,)), id="b has not confirmed"),
-        pytest.param({**rec(A, 1, AB.digest), **rec(B, 1, AB.digest)}, AB, 1, Take(AB), id="all have"),
-        pytest.param({**rec(A, 1, AB.digest), **rec(B, 2, AB.digest)}, AB, 1, Want(2), id="b has left it"),
-        pytest.param(rec(A, 1, AB.digest), AB, 1, Want(2), id="b has failed"),
+        pytest.param({**rec(A, 1), **rec(B, 1)}, AB, 1, Take(AB), id="a view exists"),
+        pytest.param({**rec(A, 1), **rec(B, 2)}, AB, 1, Want(2), id="b has left it"),
+        pytest.param(rec(A, 1), AB, 1, Want(2), id="b has failed"),
         pytest.param({**rec(A, 1), **rec(B, 1)}, view(1, B), 1, Want(2), id="created without this member"),
         pytest.param({**rec(A, 2), **rec(B, 1)}, AB, 1, Wait((B,)), id="b trains"),
     ],
@@ -144,8 +141,6 @@ class Directory:
         record = self.records[me]
         if isinstance(action, Want):
             self.records[me] = record._replace(wants=action.number)
-        elif isinstance(action, Confirm):
-            self.records[me] = record._replace(confirmed=action.view.digest)
         elif isinstance(action, Create):
             self.views.setdefault(action.view.number, action.view)  # the directory creates each number once
         elif isinstance(action, Take):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import email.utils
 import importlib.metadata
 import os
 import resource
@@ -18,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from torchft import _libraries
-from torchft._lighthouse_http import DEFAULT_PORT, LIGHTHOUSE_ENV, HttpLighthouse, Unanswered, direct
+from torchft._lighthouse_http import DEFAULT_PORT, LIGHTHOUSE_ENV, HttpLighthouse, Unanswered
 from torchft._nccl_env import DUMP_ENV, dump_setting, ends_survivors
 from torchft.addresses import host_port, is_loopback, lighthouses_of, localhost, loopback
 from torchft.cli.arguments import Parser, ask_of, positive
@@ -29,7 +28,6 @@ from torchft.http import _has_ipv6
 
 _CONNECT_SEC = 3.0
 _LOCAL_SEC = 1.0  # seconds; a lighthouse on this machine answers within milliseconds
-_MOST_SKEW_SEC = 1.0
 _FEW_FILES = 4096
 _SMALL_SHM = 1 << 30  # bytes
 _MARKS = {"ok": "ok   ", "warn": "warn ", "bad": "BAD  "}
@@ -313,7 +311,6 @@ def _lighthouse(addresses: str | None, job: str | None) -> Iterator[Finding]:
     yield Finding("ok", f"the lighthouse answers after {1000 * took:.0f} ms and knows {groups(len(members))}")
     if len(lighthouse.addresses) > 1:
         yield from _cluster(lighthouse.addresses)
-    yield from _clock(lighthouse.addresses[0])
     for member in members:
         yield from _reach(member)
 
@@ -329,26 +326,6 @@ def _cluster(addresses: list[str]) -> Iterator[Finding]:
                 "`torchft cluster` shows whether the others reach it"
             )
             yield Finding("bad", str(e), advice)
-
-
-def _clock(address: str) -> Iterator[Finding]:
-    try:
-        asked = time.time()
-        with direct(address).open(f"{address}/status", timeout=_CONNECT_SEC) as response:
-            there = email.utils.parsedate_to_datetime(response.headers["Date"]).timestamp()
-        answered = time.time()
-    except (OSError, TypeError, ValueError):
-        return
-    # The answer was written between `asked` and `answered`, and within the second of its Date header.
-    skew = max(0.0, asked - (there + 1)) or min(0.0, answered - there)
-    if abs(skew) > _MOST_SKEW_SEC:
-        yield Finding(
-            "warn",
-            f"this machine's clock is {skew:+.0f} s off the lighthouse's",
-            "nothing depends on it but the times in logs; run an NTP client",
-        )
-    else:
-        yield Finding("ok", "this machine's clock agrees with the lighthouse's")
 
 
 def _reach(member: dict[str, Any]) -> Iterator[Finding]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import re
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, Optional
+from typing import Any
 
 # Errors of the driver (XID) that a broken device, connection or driver causes, as NVIDIA's list of them says.
 # Programs cause others, such as 13, 31, 43 and 45: those say nothing about the node.
@@ -32,29 +32,26 @@ _XID = re.compile(r"NVRM: Xid \(([^)]*)\): (\d+)")
 _OF_HOST = re.compile(
     r"\[Hardware Error\].*\b(?:uncorrect\w*|fatal)\b|EDAC \S+: \d+ UE\b|Memory failure: 0x", re.IGNORECASE
 )
-_OF_KMSG, _OF_DMESG = re.compile(r"\d+,\d+,(\d+),[^;]*;(.*)"), re.compile(r"\[ *(\d+\.\d+)\] (.*)")
+# Some kernels write the caller behind the time.
+_LINE = re.compile(r"(?:<\d+>)?\[ *(\d+\.\d+)\](?:\[ *\w+\])? (.*)")
 # A node is not bad for what has been repaired: a device may be reset without a start of the host.
 _RECENT_SEC = 24 * 3600.0
-_KMSG, _DRIVER = "/dev/kmsg", "/proc/driver/nvidia"
-_DMESG_SEC = 5.0
+_DRIVER = "/proc/driver/nvidia"
+_READ_ALL, _SIZE_OF_BUFFER = 3, 10  # actions of klogctl
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
-def broken(lines: Iterator[str] | list[str], now: float) -> list[str]:
+def broken(lines: list[str], now: float) -> list[str]:
     """What a kernel log says about broken hardware in the last day, each once.
 
     Args:
-        lines: records of /dev/kmsg, or lines of dmesg; of one without a time it counts as recent.
+        lines: those of :func:`kernel_log`; one without a time counts as recent.
         now: seconds since the host was started.
     """
     found: dict[str, None] = {}
     for line in lines:
-        text = line.strip()
-        if kmsg := _OF_KMSG.match(text):
-            at, text = int(kmsg[1]) / 1e6, kmsg[2]
-        elif dmesg := _OF_DMESG.match(text):
-            at, text = float(dmesg[1]), dmesg[2]
-        else:
-            at = now
+        timed = _LINE.match(line.strip())
+        at, text = (float(timed[1]), timed[2]) if timed else (now, line.strip())
         if now - at > _RECENT_SEC:
             continue
         if (xid := _XID.search(text)) and int(xid[2]) in _XIDS:
@@ -64,46 +61,26 @@ def broken(lines: Iterator[str] | list[str], now: float) -> list[str]:
     return list(found)
 
 
-def kernel_log(path: str = _KMSG) -> tuple[Optional[list[str]], str]:
-    """The lines of the kernel log, and why they cannot be read where they are None."""
-    try:
-        return _kmsg(path), ""
-    except OSError as error:
-        why = f"{path}: {error.strerror}"
-    try:
-        done = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=_DMESG_SEC)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return None, f"{why}; dmesg: {error}"
-    if done.returncode:
-        return None, f"{why}; {done.stderr.strip()}"
-    return done.stdout.splitlines(), ""
+def kernel_log() -> list[str]:
+    """The lines of the kernel log. OSError: they cannot be read."""
+    text = ctypes.create_string_buffer(max(1, _klogctl(_SIZE_OF_BUFFER, None, 0)))
+    size = _klogctl(_READ_ALL, text, len(text))
+    return text.raw[:size].decode(errors="replace").splitlines()
 
 
-def _kmsg(path: str) -> list[str]:
-    lines = []
-    log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        while True:
-            try:
-                record = os.read(log, 8192)  # a read gives one record
-            except BlockingIOError:  # that was the last one
-                return lines
-            except BrokenPipeError:  # the record was overwritten meanwhile; the next read gives the next one
-                continue
-            if not record:  # the end of a saved log
-                return lines
-            lines += record.decode(errors="replace").splitlines()
-    finally:
-        os.close(log)
+def _klogctl(action: int, buffer: Any, size: int) -> int:
+    if (result := int(_libc.klogctl(action, buffer, size))) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
 
 
 def of_node() -> tuple[list[str], list[str]]:
     """Problems of this node that are on record, and what could not be read."""
-    lines, why = kernel_log()
     problems, notes = nvml()
-    if lines is None:
-        return problems, [*notes, f"the kernel log cannot be read: {why}"]
-    return [*broken(lines, time.monotonic()), *problems], notes
+    try:
+        return [*broken(kernel_log(), time.monotonic()), *problems], notes
+    except OSError as error:
+        return problems, [*notes, f"the kernel log cannot be read: {error.strerror}"]
 
 
 def nvml() -> tuple[list[str], list[str]]:

@@ -19,7 +19,7 @@ from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from tests.unit.data import packed
 from tests.unit.data.streaming import Files, Sample, Sequential, Whole
 from torchft import Optimizer
-from torchft.data import ElasticDataLoader, _source_states
+from torchft.data import ElasticDataLoader, _stream_reader
 from torchft.data._prefetch import ReadFailed
 from torchft.ddp import DistributedDataParallel
 from torchft.local_sgd import LocalSGD
@@ -180,7 +180,7 @@ class Resuming(Whole, IterableDataset):
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_groups_that_fail_are_replaced_by_ones_that_take_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group has torchdata's StatefulDataLoader; one that heals reads on where its source was."""
-    monkeypatch.setattr(_source_states, "_INTERVAL", 0)
+    monkeypatch.setattr(_stream_reader, "_INTERVAL", 0)
     data: list[Resuming] = []
 
     def make() -> StatefulDataLoader[Any]:
@@ -200,7 +200,7 @@ def test_groups_that_fail_are_replaced_by_ones_that_take_a_state(monkeypatch: py
 
 @pytest.mark.parametrize("kind", [packed.Packed, packed.Resuming])
 def test_each_token_of_packed_sequences_once(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_source_states, "_INTERVAL", 0)
+    monkeypatch.setattr(_stream_reader, "_INTERVAL", 0)
     rng = random.Random(1)
     data = kind([rng.randint(0, 40) for _ in range(24)], size=3)
     training = Training(data, groups=3, kills=(3, 9))

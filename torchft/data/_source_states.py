@@ -20,10 +20,6 @@ import torch
 
 from torchft.checkpointing._serialization import allow_checkpoint_types
 
-# Least time between two states, in times of taking one. A state may be as large as a shuffle buffer, and is
-# copied between processes besides.
-_INTERVAL = 200
-
 
 class NotLoaded(ValueError):
     """A state is not made of plain values."""
@@ -43,26 +39,6 @@ class Saved(NamedTuple):
     source: int
     block: int
     state: bytes
-
-
-class Cadence:
-    """Decides when the next state of a source is taken, so that states cost little of the time."""
-
-    def __init__(self) -> None:
-        self._next = float("-inf")
-
-    def due(self, now: float) -> bool:
-        """Whether a state is to be taken. `now`: seconds of a monotonic clock."""
-        return now >= self._next
-
-    def taken(self, begin: float, end: float, sources: int) -> None:
-        """Notes that one was taken.
-
-        Args:
-            begin, end: when, in seconds of the same clock.
-            sources: number of sources of the same reader, all of which have states.
-        """
-        self._next = end + _INTERVAL * sources * (end - begin)
 
 
 class SourceStates:

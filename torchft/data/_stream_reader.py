@@ -17,11 +17,15 @@ from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker
 
 from torchft.data._prefetch import Key
-from torchft.data._source_states import Cadence, NotLoaded, Saved, SourceStates, has_state, load, save
+from torchft.data._source_states import NotLoaded, Saved, SourceStates, has_state, load, save
 from torchft.data.position import DataPosition
 from torchft.data.streams import StreamPlan
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+# Least time between two states of a source, in times of taking those of all sources of a reader. A state may
+# be as large as a shuffle buffer, and is copied between processes besides.
+_INTERVAL = 200
 
 
 class Read(NamedTuple):
@@ -54,12 +58,12 @@ class StreamSource:
 
     Attributes:
         data: see above.
-        cadence: decides when its state is taken.
+        saves_at: when its next state is taken, in seconds of the monotonic clock.
     """
 
     def __init__(self, samples: Iterator[Any], first: int, size: int, keep: int, data: Any = None) -> None:
         self.data = data
-        self.cadence = Cadence()
+        self.saves_at = float("-inf")
         self._samples = samples
         self._size = size
         self._ahead: list[Any] = []  # at most one sample
@@ -198,10 +202,11 @@ class StreamReader:
     def _save(self, number: int, source: StreamSource) -> Optional[Saved]:
         """The state of a source, if it is due, and belongs to a block."""
         begin = time.monotonic()
-        if not source.at_block or not source.cadence.due(begin):
+        if not source.at_block or begin < source.saves_at:
             return None
         state = save(source.data.state_dict())
-        source.cadence.taken(begin, time.monotonic(), len(self._sources))
+        end = time.monotonic()
+        source.saves_at = end + _INTERVAL * len(self._sources) * (end - begin)
         return Saved(self._epoch, number, source.next, state)
 
     def _any_samples(self) -> list[Any]:

@@ -141,7 +141,7 @@ class Reader(StreamReader):
     random = random.Random(0)
 
     def _save(self, number: int, source: StreamSource) -> Any:
-        source.cadence._next = self.random.choice([float("-inf"), float("inf")])
+        source.saves_at = self.random.choice([float("-inf"), float("inf")])
         return super()._save(number, source)
 
 

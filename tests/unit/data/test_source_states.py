@@ -16,8 +16,8 @@ from tests.unit.data.streaming import Files, Sequential, Skipping, Stateful, Who
 from tests.unit.data.test_lanes import SIZES, train
 from tests.unit.data.test_loader import Alone
 from tests.unit.data.test_loader_reading import Changing
-from torchft.data import ElasticDataLoader, _source_states
-from torchft.data._source_states import Cadence, NotLoaded, Saved, SourceStates, has_state, load, save
+from torchft.data import ElasticDataLoader, _stream_reader
+from torchft.data._source_states import NotLoaded, Saved, SourceStates, has_state, load, save
 from torchft.data.position import DataPosition
 
 # torchdata 0.11 calls what PyTorch 2.15 deprecates.
@@ -53,14 +53,6 @@ def test_saved_states_are_loaded() -> None:
     others.put(saved(9, 7), 1, 9)
     others.load(1, states.save(1, 4))
     assert others.save(1, 4) == [(2, 4, b""), (5, 4, b"")] and others.before(1, 7, 9) is None
-
-
-def test_states_take_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_source_states, "_INTERVAL", 200)
-    cadence = Cadence()
-    assert cadence.due(0)
-    cadence.taken(10, 10.5, sources=2)
-    assert not cadence.due(210) and cadence.due(210.5)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +91,7 @@ def test_only_plain_values_are_loaded() -> None:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_source_states, "_INTERVAL", 0)
+    monkeypatch.setattr(_stream_reader, "_INTERVAL", 0)
     yield
     assert not multiprocessing.active_children()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
 from torch.utils.data import IterableDataset, TensorDataset
 
-from tests.unit.data.streaming import Files, Sequential, Skipping
+from tests.unit.data.streaming import Files, Sequential, Skipping, Whole
+from torchft.data import _stream_reader
 from torchft.data._prefetch import Key
 from torchft.data._source_states import SourceStates
 from torchft.data._stream_reader import Collate, Read, StreamReader, StreamSource, is_stream, shards_of
@@ -116,6 +118,23 @@ def test_other_units_of_a_batch_are_kept() -> None:
     for unit in (3, 2, 0, 1, 3):
         assert read(one, 7, unit).data[0] == (0, 0, 7 * 8 + 2 * unit)
     assert data.log["opened"] == 1
+
+
+def test_states_take_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+
+    class Slow(Whole):
+        def state_dict(self) -> Any:
+            now[0] += 0.5
+            return super().state_dict()
+
+    monkeypatch.setattr(_stream_reader, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    one = reader(Slow(100))
+    assert [read(one, 0, unit).saved is not None for unit in range(3)] == [True, False, False]
+    now[0] += 99.9
+    assert read(one, 1, 0).saved is None
+    now[0] += 0.1
+    assert read(one, 1, 1).saved is not None
 
 
 def test_each_epoch_is_opened_with_its_number() -> None:

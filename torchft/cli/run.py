@@ -7,8 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,7 +27,6 @@ from torchft.launch.lighthouse import LaunchError, lighthouses, log_name
 from torchft.launch.output import tail
 from torchft.launch.owned import ReadyProcess
 from torchft.launch.progress import StatusLines
-from torchft.scaling.loop import Follower
 from torchft.scaling.policy import allowed_numbers
 
 _ABOUT = """\
@@ -201,7 +199,16 @@ def _run(args: Any) -> int:
             except OSError as e:
                 print(f"torchft run: `torchft scale` cannot reach this job: {e}", file=sys.stderr)
             follower = automatic.follower(job, args.numbers, address) if args.scale else None
-            job.run(partial(_show, StatusLines()), partial(_look, check_lighthouse, control, follower))
+            lines = StatusLines()
+            while job.tick():
+                _show(lines, job)
+                check_lighthouse()
+                if control is not None:
+                    control.look(job)
+                if follower is not None:
+                    follower.look(time.monotonic(), job.shown)
+                job.pause()
+            _show(lines, job)
         except _Terminated as e:
             with contextlib.suppress(OSError):  # the terminal may be closed
                 print(f"\n{e}: ending the groups (once more, a second later: at once)", file=sys.stderr)
@@ -221,16 +228,6 @@ def _show(progress: StatusLines, job: LocalJob) -> None:
     except OSError as e:  # a closed terminal fails at once, and its SIGHUP comes later, or never
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it must not end the groups at once
         raise _Terminated(signal.SIGHUP, f"the output cannot be written ({e.strerror})") from None
-
-
-def _look(
-    check_lighthouse: Callable[[], None], control: Control | None, follower: Follower | None, job: LocalJob
-) -> None:
-    check_lighthouse()
-    if control is not None:
-        control.look(job)
-    if follower is not None:
-        follower.look(time.monotonic(), job.shown)
 
 
 def _parse(arguments: Sequence[str]) -> Any:

@@ -31,13 +31,6 @@ _EXPORTS = {
     "TorchRendezvousService": "rendezvous.TorchRendezvousService",
 }
 
-__all__ = [
-    "DataShardService",
-    "DistributedOptimizer",
-    "DlroverRendezvousBackend",
-    "ElasticDataset",
-    "LighthouseRendezvousHandler",
-    "TorchRendezvousService",
-]
+__all__ = list(_EXPORTS)
 
 __getattr__ = resolver(__name__, _EXPORTS)

@@ -221,16 +221,6 @@ class LocalJob:
             raise self._host_fails(abandoned)
         return goes_on
 
-    def run(
-        self, show: Callable[[LocalJob], None], each_tick: Callable[[LocalJob], None] = lambda job: None
-    ) -> None:
-        """Runs until all groups have finished."""
-        while self.tick():
-            show(self)
-            each_tick(self)
-            self.pause()
-        show(self)
-
     def pause(self) -> None:
         """Waits until the next tick, which comes early if a group ends or is to be started again."""
         running = [member for member in self.members if member.running]
@@ -295,7 +285,8 @@ class LocalJob:
             member.state, member.failed = "done", ""
         else:
             code = exit_code(member.group.log) if status > 0 else status  # 0: torchrun reports none
-            if self._is_late(member, code):
+            # A restarted group is told that the training has ended. A script may use that code, too.
+            if code == LATE_STATUS and member.group.starts > 1 and self._has_ended():
                 member.state = FAILED if member.failed else LATE
                 return
             self._note_end(member, code or status)
@@ -313,10 +304,6 @@ class LocalJob:
             if member.state != "killed":
                 member.state = f"ended with status {status}"
             member.restart_at = now + delay
-
-    def _is_late(self, member: GroupState, code: int) -> bool:
-        """Whether a restarted group was told that the training has ended. A script may use that code, too."""
-        return code == LATE_STATUS and member.group.starts > 1 and self._has_ended()
 
     def _has_ended(self) -> bool:
         return bool(status(self._lighthouse).get("ended") == self._run)

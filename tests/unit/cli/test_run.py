@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ class Groups:
         self.decision = ""
         self.calls: list[str] = []
         self.lighthouses = ""
+        self.ticks = 0
         # The first arrives while they run, further ones while they end.
         self.signals: list[signal.Signals] = []
 
@@ -29,8 +30,11 @@ class Groups:
         self.lighthouses = arguments[3]
         return self
 
-    def run(self, show: Callable[[Groups], None], *_: Any) -> None:
-        show(self)
+    def tick(self) -> bool:
+        self.ticks += 1
+        return self.ticks == 1
+
+    def pause(self) -> None:
         for number in self.signals[:1]:
             signal.raise_signal(number)
 
@@ -50,7 +54,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Groups]:
     def lighthouses(
         folder: Path, options: list[str], count: int, bind: str | None
     ) -> Iterator[tuple[str, Any]]:
-        yield ",".join(f"http://localhost:{number}" for number in range(1, count + 1)), None
+        yield ",".join(f"http://localhost:{number}" for number in range(1, count + 1)), lambda: None
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

@@ -74,16 +74,16 @@ def duration(text: str) -> float:
     return float(match[1]) * _SECONDS[match[2]]
 
 
-def natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a whole number of at least 0")
+def natural(text: str, least: int = 0) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not allowed; allowed: a whole number of at least {least}"
+        )
     return int(text)
 
 
 def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a whole number of at least 1")
-    return int(text)
+    return natural(text, 1)
 
 
 def lighthouse_count(text: str) -> int:

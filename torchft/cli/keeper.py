@@ -9,6 +9,7 @@ from datetime import timedelta
 
 from torchft._keeper import ROOT_ENV, root
 from torchft.cli.arguments import Parser, duration
+from torchft.launch import process_tree
 
 _ABOUT = """\
 Keeps the snapshots of the ranks on this host in memory when their trainers end, serves them to ranks on
@@ -65,7 +66,4 @@ def _writer() -> list[str]:
     """The command that writes snapshots to disk; without PyTorch there is none to read them."""
     if importlib.util.find_spec("torch") is None:
         return []
-    main = (
-        f"import runpy, sys; sys.path[:] = {sys.path!r}; runpy.run_module({_WRITER!r}, run_name='__main__')"
-    )
-    return [sys.executable, "-c", main]
+    return process_tree.python(f"import runpy; runpy.run_module({_WRITER!r}, run_name='__main__')")

@@ -34,17 +34,12 @@ def check(
         0; 69 if this node should not train, also if its check hangs or crashes; 1 if it could not be made.
     """
     job = job or os.environ.get(JOB_ENV) or DEFAULT_JOB
-    # As for a lighthouse (torchft/launch/lighthouse.py): not the torchft of the current directory.
-    program = (
-        f"import sys; sys.path[:] = {sys.path!r}; from torchft._node.check import main; sys.exit(main())"
-    )
+    program = process_tree.python("from torchft._node.check import main; sys.exit(main())")
     arguments = ["--job", job, "--seconds", f"{_CHECK_SEC - _START_SEC:g}"]
     arguments += ["--lighthouse", lighthouse] if lighthouse else []
     arguments += ["--nodes", str(nodes)] if nodes else []
     arguments += ["--json"] if as_json else []
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *arguments], preexec_fn=process_tree.end_with_parent
-    )
+    process = subprocess.Popen([*program, *arguments], preexec_fn=process_tree.end_with_parent)
     try:
         status = process.wait(_CHECK_SEC)
     except subprocess.TimeoutExpired:

@@ -8,7 +8,6 @@ import random
 import re
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -132,7 +131,7 @@ def lighthouses(
                 if time.monotonic() > deadline:
                     late = f"timed out after {_START_SEC:g} s: the lighthouses did not start"
                     raise LaunchError(late, *(one.log for one in running))
-                time.sleep(0.05)
+                time.sleep(0.01)
             return addresses
 
         def check() -> None:
@@ -171,10 +170,9 @@ def _url(bind: str) -> str:
 
 def command(bind: str, state_dir: str, options: Sequence[str]) -> list[str]:
     """The command line of a lighthouse."""
-    # Not the installed command, which may not be in PATH or may belong to another environment; and not the
-    # torchft of the current directory, which may be a folder of sources.
-    main = f"import sys; sys.path[:] = {sys.path!r}; import torchft._torchft as t; t.lighthouse_main()"
-    return [sys.executable, "-c", main, "--bind", bind, "--state_dir", state_dir, *options]
+    # Not the installed command, which may not be in PATH or may belong to another environment.
+    main = process_tree.python("import torchft._torchft as t; t.lighthouse_main()")
+    return [*main, "--bind", bind, "--state_dir", state_dir, *options]
 
 
 # Below Linux's range for outgoing connections (32768 and above). Otherwise such a connection could get a port

@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 from torchft.launch.exec import COMM, STANDS_FOR, Forked
@@ -27,6 +28,13 @@ def start(
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
+
+
+def python(code: str) -> list[str]:
+    """The command line of a program that finds the modules that this process finds: not the torchft of the
+    current directory, which may be a folder of sources.
+    """
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {code}"]
 
 
 def end_with_parent() -> None:

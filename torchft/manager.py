@@ -337,7 +337,6 @@ class Manager(Stateful, Stepping):
         self._replicas = Replicas(
             settings.compare_commits if chosen or self._peers.ours else 0,
             settings.on_divergence,
-            self._logger.counted,
             rank_state=self._rank_state,
             errors=self._errors,
             logger=self._logger,

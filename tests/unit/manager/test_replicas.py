@@ -40,10 +40,10 @@ class Group:
         self.model.get_buffer("1.running_mean").fill_(rank)  # depends on the group's own data
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
         self.rank = rank
-        self.logger, self.counted = MagicMock(), MagicMock()
+        self.logger = MagicMock()
         errors = SimpleNamespace(lose=self.lose)
         self.replicas = Replicas(
-            setting, action, self.counted, rank_state=RANK_STATE, errors=cast(Any, errors), logger=self.logger
+            setting, action, rank_state=RANK_STATE, errors=cast(Any, errors), logger=self.logger
         )
         self.replicas.state.add_parameters(self.model.named_parameters)
         self.replicas.state.add_optimizer(self.optimizer)
@@ -170,8 +170,10 @@ def test_flipped_bits_are_found_named_and_healed(flips: int) -> None:
             assert name.split(":")[0] in [
                 each.split(":")[0] for names in tensors for each in names.split(", ")
             ]
-        assert [each.counted.call_count for each in job.groups] == [each is group for each in job.groups]
-        group.counted.reset_mock()
+        assert [each.logger.counted.call_count for each in job.groups] == [
+            each is group for each in job.groups
+        ]
+        group.logger.counted.reset_mock()
         assert job.equal()  # healed
         job.step()
         assert not any(each.reported() for each in job.groups)
@@ -321,7 +323,7 @@ def test_empty_entries_of_the_optimizer_state_are_not_counted() -> None:
 
 def test_no_comparison_without_something_to_compare() -> None:
     replicas = Replicas(
-        None, OnDivergence.REPORT, MagicMock(), rank_state=RANK_STATE, errors=MagicMock(), logger=MagicMock()
+        None, OnDivergence.REPORT, rank_state=RANK_STATE, errors=MagicMock(), logger=MagicMock()
     )
     assert replicas.announces(averages=False) == ""
 
@@ -331,7 +333,6 @@ def test_groups_that_compare_nothing_announce_nothing(setting: Optional[int], av
     replicas = Replicas(
         setting,
         OnDivergence.REPORT,
-        MagicMock(),
         rank_state=RANK_STATE,
         errors=MagicMock(),
         logger=MagicMock(),

@@ -239,7 +239,6 @@ class Replicas:
     Args:
         setting: commits in a sweep; 0: off; None: chosen by the size of the state.
         action: the reaction of a group that differs.
-        counted: adds to a counter of the manager server, by name.
         rank_state: has the timeout of waiting for a device.
         errors: takes the error if this group loses a step.
 
@@ -252,7 +251,6 @@ class Replicas:
         self,
         setting: Optional[int],
         action: OnDivergence,
-        counted: Callable[[str, int], None],
         *,
         rank_state: RankState,
         errors: Errors,
@@ -262,7 +260,6 @@ class Replicas:
         self._setting = setting
         self._off = setting == 0
         self._action = action
-        self._counted = counted
         self._rank_state = rank_state
         self._errors = errors
         self._logger = logger
@@ -480,7 +477,7 @@ class Replicas:
             texts[key] = _describe(found, groups, tensors)
             self._logger.divergence_event(texts[key], found.step, groups, tensors, found.certain)
             if here in (found.diverged if found.certain else found.compared):
-                self._counted("divergences", 1)
+                self._logger.counted("divergences")
         acting = [d for d in differences if acts(self._action, d, here, plan.replica_world_size)]
         if acting and self._may_act(sent.number):
             heals = self._action is OnDivergence.HEAL

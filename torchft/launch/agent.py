@@ -21,13 +21,12 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import api as ranks
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from torchft._forked import threaded
 from torchft._manager.settings import STOPPED_STATUS
@@ -36,67 +35,32 @@ from torchft.addresses import loopback
 BACKEND = "torchft-host"
 
 
-class HostRendezvous(RendezvousHandler):
-    """The rendezvous of one node, which is the first of one.
+class HostRendezvous(StaticTCPRendezvous):
+    """The rendezvous of one node, with a new store in each round: it has no key of an earlier round, and
+    workers use it, so that there is no port that another process may take meanwhile.
 
     Args:
-        run_id: torchrun's run id.
+        parameters: of torchrun.
+
+    Raises:
+        ValueError: the group has several nodes.
     """
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._closed = False
-        self._store: dist.TCPStore | None = None  # it lives as long as the workers of its round
-
-    @classmethod
-    def from_parameters(cls, parameters: RendezvousParameters) -> HostRendezvous:
-        """Makes the handler for torchrun.
-
-        Raises:
-            ValueError: the group has several nodes.
-        """
+    def __init__(self, parameters: RendezvousParameters) -> None:
         if parameters.max_nodes != 1:
             raise ValueError(
                 f"--nnodes {parameters.min_nodes}:{parameters.max_nodes} is not allowed with --rdzv-backend "
                 f"{BACKEND}, which is for one host; allowed: --rdzv-backend c10d or torchft"
             )
-        return cls(parameters.run_id)
+        super().__init__(loopback(), 0, rank=0, world_size=1, run_id=parameters.run_id, timeout=0)
 
     def get_backend(self) -> str:
         return BACKEND
 
-    @property
-    def use_agent_store(self) -> bool:
-        """The workers use this store: there is no port that another process may take meanwhile."""
-        return True
-
     def next_rendezvous(self) -> RendezvousInfo:
-        """Makes a store, which has no key of an earlier round.
-
-        Raises:
-            RendezvousClosedError: the work has ended.
-        """
-        if self._closed:
-            raise RendezvousClosedError(f"rendezvous {self._run_id!r} is closed")
-        host = loopback()
-        self._store = threaded(dist.TCPStore(host, 0, is_master=True, wait_for_workers=False))
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(host, self._store.port))
-
-    def is_closed(self) -> bool:
-        return self._closed
-
-    def set_closed(self) -> None:
-        self._closed = True
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        self._closed = True
-        return True
+        store = threaded(dist.TCPStore(self.master_addr, 0, is_master=True, wait_for_workers=False))
+        self._store = store  # it lives as long as the workers of its round
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self.master_addr, store.port))
 
 
 def _restart_no_stopped_rank() -> None:
@@ -116,7 +80,7 @@ def main() -> None:
     """Runs torchrun's main. SystemExit: a rank has failed; its code is that of the first one, or
     STOPPED_STATUS if one of them ended with that, and as a shell has it for a signal.
     """
-    rendezvous_handler_registry.register(BACKEND, HostRendezvous.from_parameters)
+    rendezvous_handler_registry.register(BACKEND, HostRendezvous)
     try:
         run.main()
     except ChildFailedError as e:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from torchft.launch import agent
 from torchft.launch.agent import BACKEND, HostRendezvous
@@ -24,7 +24,7 @@ def parameters(nodes: int) -> RendezvousParameters:
 
 
 def test_a_round_begins_with_an_empty_store_at_a_port_of_its_own() -> None:
-    rendezvous = HostRendezvous.from_parameters(parameters(1))
+    rendezvous = HostRendezvous(parameters(1))
     first, second = rendezvous.next_rendezvous(), rendezvous.next_rendezvous()
     assert (first.rank, first.world_size, rendezvous.num_nodes_waiting()) == (0, 1, 0)
     first.store.set("key", "of the first round")
@@ -34,18 +34,9 @@ def test_a_round_begins_with_an_empty_store_at_a_port_of_its_own() -> None:
     assert [round.store.port for round in (first, second)] == ports  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("end", ["set_closed", "shutdown"])
-def test_there_is_no_round_after_the_end(end: str) -> None:
-    rendezvous = HostRendezvous.from_parameters(parameters(1))
-    getattr(rendezvous, end)()
-    assert rendezvous.is_closed()
-    with pytest.raises(RendezvousClosedError, match="'none' is closed"):
-        rendezvous.next_rendezvous()
-
-
 def test_several_nodes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"--nnodes 1:2 is not allowed .*; allowed: --rdzv-backend c10d or"):
-        HostRendezvous.from_parameters(parameters(2))
+        HostRendezvous(parameters(2))
 
 
 SCRIPT = """

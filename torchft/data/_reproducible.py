@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -170,7 +170,7 @@ class ReproducibleSum:
 
     def _reduce(self, total: ExactSum) -> PassOutcome:
         if self._group is not None:
-            self._add_in_group(total.in_group, dist.ReduceOp.SUM)
+            add_in_group(self._manager, self._group, total.in_group)
         if not self._manager._sum_integers(total.buffers):
             return PassOutcome.FAILED
         try:
@@ -194,23 +194,26 @@ class ReproducibleSum:
             return outcome
         assert self._total is not None
         worst = torch.tensor([outcome], dtype=torch.int64, device=self._total.buffers[0].device)
-        self._add_in_group([worst], dist.ReduceOp.MAX)
+        add_in_group(self._manager, self._group, [worst], dist.ReduceOp.MAX)
         if worst.item() == outcome:
             return outcome
         failure = PassFailed("another rank of this group did not get the sum of the step")
         self._manager._report_own_error(failure)  # other groups may have begun the next pass
         return PassOutcome.FAILED
 
-    def _add_in_group(self, tensors: list[torch.Tensor], op: Any) -> None:
-        assert self._group is not None
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
-        try:
-            for tensor in tensors:
-                self._group.allreduce([tensor], options).wait()
-        except Exception as e:
-            self._manager._report_own_error(e)  # other groups must not wait for this one
-            raise
+
+def add_in_group(
+    manager: Manager, group: dist.ProcessGroup, tensors: Iterable[torch.Tensor], op: Any = dist.ReduceOp.SUM
+) -> None:
+    """Reduces tensors over the ranks of a replica group, in place."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    try:
+        for tensor in tensors:
+            group.allreduce([tensor], options).wait()
+    except Exception as e:
+        manager._report_own_error(e)  # other groups must not wait for this one
+        raise
 
 
 def group_of_ranks(

@@ -19,12 +19,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
 import torch
-from torch.distributed import AllreduceOptions
 
 from torchft._manager.edge import device_of
 from torchft.data._lanes import lanes_of_indices, lanes_of_stream
 from torchft.data._prefetch import Key, ReadFailed, Task
-from torchft.data._reproducible import ReproducibleSum, group_of_ranks
+from torchft.data._reproducible import ReproducibleSum, add_in_group, group_of_ranks
 from torchft.data._skipped import SkippedUnits
 from torchft.data._source_states import SourceStates
 from torchft.data._step import AuditedUnit, LoaderStep, Membership, Unit, UnitsSkipped, audited_unit
@@ -712,11 +711,7 @@ class ElasticDataLoader:
         if self._in_group is None:
             return counted
         total = torch.tensor([counted], dtype=torch.int64, device=device_of(self._in_group))
-        try:
-            self._in_group.allreduce([total], AllreduceOptions()).wait()
-        except Exception as e:
-            self._manager._report_own_error(e)  # other groups must not wait for this one
-            raise
+        add_in_group(self._manager, self._in_group, [total])
         return int(total.item())
 
     def _seed(self, key: Key) -> int:

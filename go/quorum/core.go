@@ -11,7 +11,9 @@ import (
 //
 // Invariants:
 //
-//  1. now never decreases.
+//  1. now is the machine's own time. It stands still while the lighthouse is stopped, and while it hears no
+//     member of a quorum that stands (pause): messages of that time have not been handled, so no wait may end
+//     by it.
 //  2. Each event begins with an empty list of actions. They are in the order in which they are to be done.
 //  3. A failure is collected when it is found, and reported after the other actions of the event
 //     (Machine.reportFailures). So an event that makes another quorum the latest one can drop failures of
@@ -20,7 +22,8 @@ type core struct {
 	policy  Policy
 	term    int64 // of this lighthouse as a leader; 0 without a cluster
 	roster  *roster
-	now     time.Time // of the event
+	now     time.Time     // of the event, in the machine's own time
+	paused  time.Duration // by how much that is behind the clock
 	actions []Action
 	failed  []failure // found by the event, and not reported yet
 }
@@ -31,20 +34,24 @@ func newCore(policy Policy, start time.Time, term int64) core {
 
 // open starts an event.
 func (c *core) open(now time.Time) {
-	if now.After(c.now) {
-		c.now = now
-	}
+	c.now = c.own(now)
 	c.actions, c.failed = nil, c.failed[:0]
 }
 
-// later moves the beginning of a wait by a time in which the lighthouse itself was stopped: the messages that
-// would have ended the wait have not been handled yet. The zero time, which stands for no wait, stays as it
-// is.
-func later(since time.Time, span time.Duration) time.Time {
-	if since.IsZero() {
-		return since
+// own returns a time of the clock as the machine's own; it is not before that of the last event.
+func (c *core) own(clock time.Time) time.Time {
+	if own := clock.Add(-c.paused); own.After(c.now) {
+		return own
 	}
-	return since.Add(span)
+	return c.now
+}
+
+// clock returns a time of the machine as one of the clock.
+func (c *core) clock(own time.Time) time.Time { return own.Add(c.paused) }
+
+// pause takes a span that has just passed out of the machine's own time.
+func (c *core) pause(span time.Duration) {
+	c.now, c.paused = c.now.Add(-span), c.paused+span
 }
 
 // do appends an action.

@@ -75,9 +75,7 @@ type MemberStatus struct {
 // is a query, since its ages depend on the time of the query, and since its cost grows with the number of
 // groups. The shell only displays it.
 func (m *Machine) Describe(now time.Time) Status {
-	if now.Before(m.now) {
-		now = m.now
-	}
+	now = m.own(now)
 	t := m.roster.tally(now)
 	d := m.decide(t, now)
 	s := Status{
@@ -110,7 +108,7 @@ func (m *Machine) Describe(now time.Time) Status {
 	}
 	last, speeds := map[string]Member{}, map[string]int64{}
 	if q := m.past.latest; q != nil {
-		s.QuorumID, s.Created, s.QuorumAgeMS = q.ID, q.Created, now.Sub(q.Created).Milliseconds()
+		s.QuorumID, s.Created, s.QuorumAgeMS = q.ID, q.Created, m.clock(now).Sub(q.Created).Milliseconds()
 		cuts := q.HasSpeeds()
 		for i, member := range q.Members {
 			if cuts {

@@ -61,7 +61,7 @@ func (m *Machine) deliver(d decision) {
 	}
 	before := m.past.latest
 	m.standing.ended(d.in)
-	q := &Quorum{Members: make([]Member, len(d.in)), Created: m.now}
+	q := &Quorum{Members: make([]Member, len(d.in)), Created: m.clock(m.now)}
 	failing := ""
 	for i, r := range d.in {
 		q.Members[i] = *r.member()

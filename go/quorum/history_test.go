@@ -270,7 +270,7 @@ func (h *history) step(e Event) {
 		h.lastID = q.ID
 	}
 
-	require.Equal(h.t, recount(h.machine.roster, h.now), h.machine.roster.tally(h.now),
+	require.Equal(h.t, recount(h.machine.roster, h.machine.now), h.machine.roster.tally(h.machine.now),
 		"the running counts equal a recount")
 	require.Len(h.t, h.machine.roster.members, len(h.model.facts), "no record of a member leaks")
 	require.Len(h.t, h.machine.roster.waiters, len(h.open), "no record of a waiter leaks")

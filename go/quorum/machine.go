@@ -61,18 +61,13 @@ func NewMachine(policy Policy, start time.Time, term int64) *Machine {
 func (m *Machine) Step(event Event, now time.Time) []Action {
 	m.open(now)
 	if slept, ok := event.(Slept); ok {
-		// This comes before expire: the messages of that time have not been handled yet. Otherwise all
-		// members would count as failed, and a quorum would no longer wait for members whose requests have
-		// arrived.
-		m.roster.forgive(slept.For)
-		m.watch.forgive(slept.For)
-		m.past.forgive(slept.For)
-		m.search.forgive(slept.For)
-		m.standing.forgive(slept.For)
+		// This comes before expire. Otherwise all members would count as failed, and a quorum would no longer
+		// wait for members whose requests have arrived.
+		m.pause(slept.For)
 		m.standing.hears()
-		m.lastTick = m.lastTick.Add(slept.For)
 	}
-	m.failed = append(m.failed, m.roster.expire(m.now, m.standing.deaf(event))...)
+	deaf := m.standing.deaf(event)
+	m.failed = append(m.failed, m.roster.expire(m.now, deaf)...)
 	decide := m.take(event)
 	if m.seats.assign() {
 		decide = true
@@ -340,7 +335,11 @@ func (m *Machine) reportUse() {
 
 // wake asks for an event at the end of the first suspect's grace.
 func (m *Machine) wake() {
-	if due := m.roster.due(); !due.Equal(m.wakeAt) {
+	due := m.roster.due()
+	if !due.IsZero() {
+		due = m.clock(due)
+	}
+	if !due.Equal(m.wakeAt) {
 		m.wakeAt = due
 		if !due.IsZero() {
 			m.do(Wake{At: due})

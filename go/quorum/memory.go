@@ -175,7 +175,7 @@ const aheadOfClock = time.Hour
 // show.
 func (m *memory) plausible(id int64) bool {
 	low := id & (1<<termBits - 1)
-	return id <= m.ids() || TermOf(id) <= m.term && low <= m.now.Add(aheadOfClock).UnixMilli()
+	return id <= m.ids() || TermOf(id) <= m.term && low <= m.clock(m.now).Add(aheadOfClock).UnixMilli()
 }
 
 // pick returns the members of a quorum, and whether they differ from those of the latest one; if not, they
@@ -355,10 +355,6 @@ func (m *memory) decided(d decision) {
 		m.behind = m.now
 	}
 }
-
-// forgive extends the wait for members with a larger step by a time in which the lighthouse itself was
-// stopped.
-func (m *memory) forgive(span time.Duration) { m.behind = later(m.behind, span) }
 
 // regress returns the reason why a quorum at a step would be below that which the job had reached, with the
 // missing members of the latest quorum; empty if it would not be below, or if none is missing.

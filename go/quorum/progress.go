@@ -75,15 +75,6 @@ func (w *watch) advanced(steps int64) {
 // forget drops all durations and answers: another training begins.
 func (w *watch) forget() { w.learned, w.step = learned{}, step{} }
 
-// forgive reduces the age of the step, of the question to its members and of their answers by a time in which
-// the lighthouse itself was stopped: otherwise members would be reported as stalled for that time.
-func (w *watch) forgive(span time.Duration) {
-	w.began, w.askedAt = w.began.Add(span), later(w.askedAt, span)
-	for id, at := range w.answeredAt {
-		w.answeredAt[id] = at.Add(span)
-	}
-}
-
 // median returns the median duration of the last steps, 0 if there is none.
 func (w *watch) median() time.Duration { return w.of[Training].median() }
 

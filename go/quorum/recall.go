@@ -57,7 +57,7 @@ func (s *search) doubt(e Asked) string {
 	}
 	return fmt.Sprintf("known_quorum_id of member %s is %d: it is far ahead of this lighthouse's clock "+
 		"(%d), and the request does not show that quorum",
-		e.Member.ReplicaID, e.KnownQuorumID, s.now.UnixMilli())
+		e.Member.ReplicaID, e.KnownQuorumID, s.clock(s.now).UnixMilli())
 }
 
 // claimed handles the round that a member claims to know: if it is later than the latest here, the member is
@@ -150,12 +150,6 @@ func (s *search) pending(now time.Time) bool {
 	return s.open() && now.Sub(s.since) < s.policy.HeartbeatTimeout
 }
 
-// forgive extends the search by a time in which the lighthouse itself was stopped: the answer may have
-// arrived meanwhile.
-func (s *search) forgive(span time.Duration) {
-	s.since, s.asked = later(s.since, span), later(s.asked, span)
-}
-
 // delivers ends the search before a quorum is delivered: what members claim now was not shown in time.
 func (s *search) delivers() {
 	if !s.searching() {
@@ -174,7 +168,7 @@ func (s *search) delivers() {
 func (s *search) recalled(e Recalled) (adopted bool) {
 	p, q := e.Past, e.Quorum
 	if e.From == "" {
-		q, s.past.end = p.remembered(s.now), e.End
+		q, s.past.end = p.remembered(s.clock(s.now)), e.End
 	} else {
 		p = q.Past()
 	}

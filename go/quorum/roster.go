@@ -207,23 +207,6 @@ func (s *roster) markFailed(r *record, cause Cause, reason string, now time.Time
 	return failure{r, cause, reason}
 }
 
-// forgive reduces the age of all heartbeats, suspicions and candidates by a time in which the lighthouse
-// itself was stopped.
-func (s *roster) forgive(span time.Duration) {
-	for e := s.pulses.Front(); e != nil; e = e.Next() {
-		r := e.Value.(*record)
-		r.lastBeat = r.lastBeat.Add(span)
-	}
-	for e := s.queue.Front(); e != nil; e = e.Next() {
-		r := e.Value.(*record)
-		r.joined = r.joined.Add(span)
-	}
-	for e := s.suspects.Front(); e != nil; e = e.Next() {
-		r := e.Value.(*record)
-		r.brokeAt = r.brokeAt.Add(span)
-	}
-}
-
 // unheard returns how long no member has given a sign of life.
 func (s *roster) unheard(now time.Time) time.Duration {
 	newest := s.pulses.Back()

@@ -96,7 +96,7 @@ func (s *standing) ends() {
 }
 
 // deaf reports whether nobody is heard while a quorum stands. An event from a member ends that: the silence
-// so far is forgiven.
+// so far does not count.
 func (s *standing) deaf(e Event) bool {
 	unheard := s.roster.unheard(s.now)
 	if !s.holding || unheard < s.policy.HeartbeatTimeout/2 {
@@ -106,9 +106,7 @@ func (s *standing) deaf(e Event) bool {
 	case nil, Tick, Woken, Slept, Checked, Disconnected, Withdrawn, Drained:
 		return true
 	}
-	s.roster.forgive(unheard)
-	s.watch.forgive(unheard)
-	s.forgive(unheard)
+	s.pause(unheard)
 	s.hears()
 	return false
 }
@@ -417,9 +415,6 @@ func (s *standing) ended(in []*record) {
 		s.come(step)
 	}
 }
-
-// forgive extends the wait for answers by a time in which the lighthouse itself was stopped.
-func (s *standing) forgive(span time.Duration) { s.called = later(s.called, span) }
 
 // String returns the state in words, for the status; empty if the latest quorum stands for nobody.
 func (s *standing) String() string {

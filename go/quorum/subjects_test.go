@@ -74,7 +74,7 @@ func TestWatchAlone(t *testing.T) {
 	actions, _ = s.take(time.Second, one.tick)
 	require.Len(t, actions, 2)
 	require.Equal(t, "c", actions[0].(Stalled).ReplicaID, "a and b wait for c, and c has not answered")
-	s.take(0, func() { one.forgive(time.Second); one.next(true) })
+	s.take(0, func() { s.pause(time.Second); one.next(true) })
 	require.Zero(t, one.stalled, "the next step begins without stalled members")
 	require.Equal(t, time.Second, one.median(), "the time in which the lighthouse was stopped does not count")
 }

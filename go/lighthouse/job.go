@@ -35,7 +35,6 @@ type job struct {
 
 	mu      sync.Mutex
 	machine *quorum.Machine
-	inUse   quorum.InUse // the machine's last report
 	waiters rpc.Waiters[quorum.WaiterID, answer]
 	streams streams
 	latest  *delivery // the latest quorum that was delivered here; nil before the first
@@ -192,7 +191,7 @@ func (j *job) feed(event quorum.Event) error {
 func (j *job) safely(use func()) error {
 	return rpc.Guarded(j.log, "the lighthouse", use, func(err error) {
 		j.machine = quorum.NewMachine(j.cfg.Policy, time.Now(), j.term)
-		j.inUse, j.waitLog = quorum.InUse{}, waitLog{}
+		j.waitLog = waitLog{}
 		j.waiters.AnswerAll(answer{err: err})
 		j.streams.renew() // the new machine does not know their greetings
 		if j.kept.Highest > 0 {
@@ -342,8 +341,6 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			}, a.ReplicaID)
 		case quorum.Wake:
 			j.wake.Reset(time.Until(a.At))
-		case quorum.InUse:
-			j.inUse = a
 		case quorum.Waiting:
 			j.waitLog = waitLog{now, a.Reason, now}
 		}

@@ -145,13 +145,14 @@ func (j *job) tick(now time.Time) {
 	}
 	j.logWait(now)
 	j.mu.Lock()
-	inUse := j.inUse
-	inUse.Alive = inUse.Alive || j.rendezvous.Nodes() > 0
+	var alive, served bool
+	_ = j.safely(func() { alive, served = j.machine.InUse() }) // it has logged an error
+	alive = alive || j.rendezvous.Nodes() > 0
 	j.mu.Unlock()
 	j.server.mu.Lock()
 	defer j.server.mu.Unlock()
-	if inUse.Alive {
+	if alive {
 		j.since = now
 	}
-	j.served = j.served || inUse.Served
+	j.served = j.served || served
 }

@@ -71,9 +71,9 @@ type MemberStatus struct {
 // Describe returns the state at a time. It changes nothing: a member whose heartbeat has become too old since
 // the last event counts as failed from the next tick on.
 //
-// Describe, Knows and StandsBy are the only queries; all other results of the machine are actions. The status
-// is a query, since its ages depend on the time of the query, and since its cost grows with the number of
-// groups. The shell only displays it.
+// Describe, InUse, Knows and StandsBy are the only queries; all other results of the machine are actions. The
+// status is a query, since its ages depend on the time of the query, and since its cost grows with the number
+// of groups. The shell only displays it.
 func (m *Machine) Describe(now time.Time) Status {
 	now = m.own(now)
 	t := m.roster.tally(now)
@@ -160,6 +160,12 @@ func (m *Machine) Describe(now time.Time) Status {
 	slices.SortFunc(s.Members,
 		func(a, b MemberStatus) int { return strings.Compare(a.ReplicaID, b.ReplicaID) })
 	return s
+}
+
+// InUse reports whether a member counts as alive, and whether there has been a quorum, formed here or
+// remembered.
+func (m *Machine) InUse() (alive, served bool) {
+	return m.roster.counts.healthy > 0, m.past.latest != nil
 }
 
 // Knows reports whether a member has a record: it is alive, asks, or is in the latest quorum.

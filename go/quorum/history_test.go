@@ -29,7 +29,6 @@ type history struct {
 	sets    map[int64]string    // the members of each quorum id
 	lastID  int64
 	wakeAt  time.Time
-	inUse   InUse
 	gap     time.Duration // since the event before
 	quorums int
 	did     int            // number of actions other than quorums and failures
@@ -221,9 +220,6 @@ func (h *history) step(e Event) {
 			failed[a.ReplicaID] = a.Cause
 		case Wake:
 			h.wakeAt = a.At
-		case InUse:
-			require.NotEqual(h.t, h.inUse, a, "InUse is reported only when it changes")
-			h.inUse = a
 		case Redeliver:
 			require.Same(h.t, h.machine.past.latest, a.Quorum)
 			delete(h.open, a.Waiter)
@@ -281,7 +277,9 @@ func (h *history) step(e Event) {
 		}
 	}
 	require.Equal(h.t, healthy, h.machine.roster.counts.healthy)
-	require.Equal(h.t, InUse{Alive: healthy > 0, Served: h.model.latest != nil}, h.inUse)
+	alive, served := h.machine.InUse()
+	require.Equal(h.t, healthy > 0, alive)
+	require.Equal(h.t, h.model.latest != nil, served)
 	require.Equal(h.t, h.machine.roster.counts.candidates, h.machine.roster.queue.Len())
 }
 

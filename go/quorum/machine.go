@@ -32,7 +32,6 @@ type Machine struct {
 	lastTick time.Time
 	wakeAt   time.Time // of the latest Wake, zero if there is nothing to wake for
 	reported cause     // of the last Waiting since the latest quorum
-	inUse    InUse     // as last reported
 }
 
 // maxKnownID is the largest quorum id that a member may claim to know. From a larger one, new ids would soon
@@ -86,7 +85,6 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 	if tick {
 		m.lastTick = m.now
 	}
-	m.reportUse()
 	m.wake()
 	return m.actions
 }
@@ -323,14 +321,6 @@ func (m *Machine) reportFailures() {
 		m.standing.ends()
 	}
 	m.failed = m.failed[:0]
-}
-
-// reportUse reports InUse when it has changed.
-func (m *Machine) reportUse() {
-	if is := (InUse{m.roster.counts.healthy > 0, m.past.latest != nil}); is != m.inUse {
-		m.inUse = is
-		m.do(is)
-	}
 }
 
 // wake asks for an event at the end of the first suspect's grace.

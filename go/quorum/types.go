@@ -322,12 +322,6 @@ type (
 	Release struct{ ReplicaID string }
 	// Wake asks for Woken at a time. It replaces an earlier Wake.
 	Wake struct{ At time.Time }
-	// InUse reports whether the job has live members and a latest quorum. It is sent when either changes;
-	// before the first one, both are false.
-	InUse struct {
-		Alive  bool // a member counts as alive
-		Served bool // there has been a quorum, formed here or remembered
-	}
 	// Waiting reports why there is no quorum, once for each new reason, for the log.
 	Waiting struct{ Reason string }
 )
@@ -359,7 +353,6 @@ func (Skips) isAction()        {}
 func (Drain) isAction()        {}
 func (Release) isAction()      {}
 func (Wake) isAction()         {}
-func (InUse) isAction()        {}
 func (Waiting) isAction()      {}
 
 // Cause is why a member counts as failed: the label of a metric.

@@ -254,7 +254,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		switch a := action.(type) {
 		case quorum.Deliver:
 			j.waitLog = waitLog{}
-			j.board.Round(maxStep(a.Quorum), len(a.Quorum.Members), a.Waited, now)
+			j.board.Round(a.Quorum.MaxStep(), len(a.Quorum.Members), a.Waited, now)
 			j.latest = newDelivery(a.Quorum, j.latest)
 			j.deliver(a.Waiters, j.latest)
 		case quorum.Redeliver:
@@ -318,7 +318,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.log.Info("torchft: new quorum", "quorum_id", a.Quorum.ID, "replicas", len(a.Quorum.Members),
 				"joined", dashboard.Names(a.Joined), "left", dashboard.Names(a.Left), "reason", a.Reason)
 			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.QuorumChanged, QuorumID: a.Quorum.ID,
-				Step:    maxStep(a.Quorum),
+				Step:    a.Quorum.MaxStep(),
 				Members: len(a.Quorum.Members), Joined: a.Joined, Left: a.Left, Reason: a.Reason})
 		case quorum.Check:
 			j.check(a)
@@ -376,14 +376,6 @@ func (j *job) recalled(from string, packed []byte) error {
 		return status.Errorf(codes.InvalidArgument, "the quorum that the member remembers: %s", err)
 	}
 	return j.feed(quorum.Recalled{Quorum: q, From: from})
-}
-
-func maxStep(q *quorum.Quorum) int64 {
-	step := int64(0)
-	for _, m := range q.Members {
-		step = max(step, m.Step)
-	}
-	return step
 }
 
 // status returns the machine's description of its state, with heals in progress and trouble with the disk.

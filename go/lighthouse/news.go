@@ -147,7 +147,7 @@ func (j *job) regresses(a quorum.Regressed, now time.Time) {
 	j.log.Warn("torchft: THE JOB REGRESSES: its weights of later steps are lost unless their groups "+
 		"come back", "quorum_id", a.Quorum.ID, "reason", a.Reason)
 	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Regressed, QuorumID: a.Quorum.ID,
-		Step: maxStep(a.Quorum), Reason: a.Reason})
+		Step: a.Quorum.MaxStep(), Reason: a.Reason})
 	j.tell(encodeNews(noticeMessage(&torchftpb.Notice{Kind: torchftpb.Notice_REGRESSED, QuorumId: a.Quorum.ID,
 		Reason: a.Reason})))
 }

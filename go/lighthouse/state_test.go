@@ -166,7 +166,7 @@ func TestAQuorumWaitsForTheHostsOfTheNewestCopy(t *testing.T) {
 	events := httptest.NewRecorder()
 	j.site.ServeHTTP(events, httptest.NewRequestWithContext(t.Context(), http.MethodGet, "/api/v1/history", nil))
 	assert.Contains(t, events.Body.String(), reason)
-	assert.EqualValues(t, 20, maxStep(again.testAsk(t, "d", 20)), "its host is back")
+	assert.EqualValues(t, 20, again.testAsk(t, "d", 20).MaxStep(), "its host is back")
 }
 
 func TestNoQuorumIsKeptOnDiskOfACompleteTraining(t *testing.T) {

@@ -73,7 +73,7 @@ func (m *Machine) deliver(d decision) {
 	q.ID = m.past.newID(d.changed || failing != "" || m.reconnect.needed() || !m.past.isKnownTo(d.in))
 	q.Stands = m.standing.stands(d.in, q.Members)
 	q.Speeds = m.speeds.next(q.Members, d.in)
-	q.Skipped = m.poison.leftOut(q.Members)
+	q.Skipped = m.poison.leftOut(q.MaxStep())
 	m.search.delivers()
 	answer := Deliver{Quorum: q, Waited: d.tally.waited, Waiters: make([]WaiterID, 0, len(d.in))}
 	for _, r := range d.in {

@@ -67,8 +67,15 @@ func (c Claim) Newer(than Claim) bool {
 
 // Round returns the name of the round in which the quorum was delivered.
 func (q *Quorum) Round() Claim {
-	p := q.Past()
-	return Claim{p.ID, p.Step}
+	return Claim{q.ID, q.MaxStep()}
+}
+
+// MaxStep returns the largest step of the members.
+func (q *Quorum) MaxStep() (step int64) {
+	for i := range q.Members {
+		step = max(step, q.Members[i].Step)
+	}
+	return step
 }
 
 // Past is the record of a quorum that disks and logs keep: all that a lighthouse needs to continue after it.
@@ -81,10 +88,9 @@ type Past struct {
 
 // Past returns the part of the quorum that disks and logs keep.
 func (q *Quorum) Past() Past {
-	p := Past{ID: q.ID, Members: make([]Voter, len(q.Members)), Skipped: q.Skipped}
+	p := Past{ID: q.ID, Step: q.MaxStep(), Members: make([]Voter, len(q.Members)), Skipped: q.Skipped}
 	for i, m := range q.Members {
 		p.Members[i] = Voter{ReplicaID: m.ReplicaID, Address: m.Address}
-		p.Step = max(p.Step, m.Step)
 	}
 	return p
 }
@@ -217,10 +223,7 @@ func (m *memory) isKnownTo(in []*record) bool {
 
 // follow makes a quorum that was formed here the latest one.
 func (m *memory) follow(q *Quorum, in []*record, changed bool) (joined, left []string) {
-	m.latest, m.step, m.adopted, m.bare = q, 0, false, false
-	for i := range q.Members {
-		m.step = max(m.step, q.Members[i].Step)
-	}
+	m.latest, m.step, m.adopted, m.bare = q, q.MaxStep(), false, false
 	if !changed {
 		return nil, nil
 	}
@@ -248,9 +251,9 @@ func (m *memory) follow(q *Quorum, in []*record, changed bool) (joined, left []s
 // adopt makes a quorum that was formed before this lighthouse started the latest one. Its members are
 // presumed alive for heartbeat_timeout_ms: otherwise the first member that asks would continue alone.
 func (m *memory) adopt(q *Quorum) {
-	p, before := q.Past(), m.members
-	m.members = make([]*record, len(p.Members))
-	for i, v := range p.Members {
+	before := m.members
+	m.members = make([]*record, len(q.Members))
+	for i, v := range q.Members {
 		r := m.roster.presume(v.ReplicaID, m.now)
 		if r.address == "" {
 			r.address = v.Address
@@ -265,7 +268,7 @@ func (m *memory) adopt(q *Quorum) {
 		_, in := q.Place(r.id)
 		m.roster.setPrevious(r, in, m.now)
 	}
-	m.latest, m.step, m.adopted = q, p.Step, true
+	m.latest, m.step, m.adopted = q, q.MaxStep(), true
 }
 
 // remembered returns a quorum of which only the part that disks and logs keep is known.
@@ -279,7 +282,7 @@ func (p Past) remembered(now time.Time) *Quorum {
 
 // shown takes a later round of the latest quorum, which has the same members.
 func (m *memory) shown(q *Quorum) {
-	m.latest, m.step, m.bare = q, q.Past().Step, false
+	m.latest, m.step, m.bare = q, q.MaxStep(), false
 }
 
 // mayRegress is the last check of a decision: if the quorum would be below the step of the latest one,

@@ -166,15 +166,8 @@ func (p *poison) adopted(units []string) {
 	}
 }
 
-// leftOut returns the units that are left out at the step of these members, or later.
-func (p *poison) leftOut(members []Member) (units []string) {
-	if len(p.skipped) == 0 {
-		return nil
-	}
-	step := int64(0)
-	for i := range members {
-		step = max(step, members[i].Step)
-	}
+// leftOut returns the units that are left out at a step, or later.
+func (p *poison) leftOut(step int64) (units []string) {
 	for _, s := range p.skipped {
 		if s.step >= step {
 			units = append(units, s.unit)

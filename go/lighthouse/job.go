@@ -303,17 +303,8 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.streams.send(&torchftpb.LighthouseMessage{
 				Message: &torchftpb.LighthouseMessage_Recall{Recall: a.QuorumID},
 			}, a.ReplicaID)
-		case quorum.Doubted:
-			j.log.Warn("torchft: a report of a member is ignored", "replica_id", a.ReplicaID,
-				"reason", a.Reason)
-		case quorum.Refused:
-			j.refuses(a, now)
-		case quorum.Awaits:
-			j.log.Warn("torchft: NO QUORUM YET: it would begin before copies of the state that hosts hold",
-				"reason", a.Reason)
-			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.NoQuorum, Reason: a.Reason})
-		case quorum.Regressed:
-			j.regresses(a, now)
+		case quorum.Report:
+			j.report(a, now)
 		case quorum.Changed:
 			j.log.Info("torchft: new quorum", "quorum_id", a.Quorum.ID, "replicas", len(a.Quorum.Members),
 				"joined", dashboard.Names(a.Joined), "left", dashboard.Names(a.Left), "reason", a.Reason)
@@ -328,13 +319,6 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.streams.notify(drained(a.Reason), a.ReplicaID)
 		case quorum.Judged:
 			j.streams.notify(&torchftpb.Notice{Kind: torchftpb.Notice_JUDGED, Reason: a.Verdict}, a.ReplicaID)
-		case quorum.Straggles:
-			j.straggles(a, now)
-		case quorum.Stops:
-			j.stops(a, now)
-		case quorum.Skips:
-			j.log.Error("torchft: a unit of a batch is left out", "reason", a.Reason)
-			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Skipped, Reason: a.Reason})
 		case quorum.Release:
 			j.streams.send(&torchftpb.LighthouseMessage{
 				Message: &torchftpb.LighthouseMessage_Released{Released: true},

@@ -141,22 +141,49 @@ func (j *job) tell(messages []rpc.Encoded) {
 	})
 }
 
-// regresses reports to all members that the weights of later steps are lost, unless their groups come back.
-// The caller holds mu.
-func (j *job) regresses(a quorum.Regressed, now time.Time) {
-	j.log.Warn("torchft: THE JOB REGRESSES: its weights of later steps are lost unless their groups "+
-		"come back", "quorum_id", a.Quorum.ID, "reason", a.Reason)
-	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Regressed, QuorumID: a.Quorum.ID,
-		Step: a.Quorum.MaxStep(), Reason: a.Reason})
-	j.tell(encodeNews(noticeMessage(&torchftpb.Notice{Kind: torchftpb.Notice_REGRESSED, QuorumId: a.Quorum.ID,
-		Reason: a.Reason})))
+// subjects has the line of the log for each subject of a report, the event in the history if there is one,
+// and the notice to all members if they are told.
+var subjects = map[quorum.Subject]struct {
+	level  slog.Level
+	line   string
+	event  dashboard.Kind
+	notice torchftpb.Notice_Kind
+}{
+	quorum.ClaimDoubted:    {slog.LevelWarn, "a report of a member is ignored", "", 0},
+	quorum.MemberRefused:   {slog.LevelWarn, "a member is refused", dashboard.Refused, 0},
+	quorum.MemberStraggles: {slog.LevelWarn, "a member is slower than the others", dashboard.Straggler, 0},
+	quorum.CopyAwaited: {slog.LevelWarn,
+		"NO QUORUM YET: it would begin before copies of the state that hosts hold", dashboard.NoQuorum, 0},
+	quorum.JobRegressed: {slog.LevelWarn,
+		"THE JOB REGRESSES: its weights of later steps are lost unless their groups come back",
+		dashboard.Regressed, torchftpb.Notice_REGRESSED},
+	quorum.JobStops: {slog.LevelError, "THE JOB STOPS: an exception would end it again and again",
+		dashboard.Stopped, torchftpb.Notice_STOPPED},
+	quorum.UnitSkipped: {slog.LevelError, "a unit of a batch is left out", dashboard.Skipped, 0},
 }
 
-// straggles logs and records a member that is slower than the others. The caller holds mu.
-func (j *job) straggles(a quorum.Straggles, now time.Time) {
-	j.log.Warn("torchft: a member is slower than the others", "replica_id", a.ReplicaID, "reason", a.Reason)
-	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Straggler, QuorumID: a.QuorumID,
-		Left: []string{a.ReplicaID}, Reason: a.Reason})
+// report logs and records what the machine reports. The caller holds mu.
+func (j *job) report(r quorum.Report, now time.Time) {
+	if r.What == quorum.MemberRefused && !j.once(r.ReplicaID) { // its manager repeats the request
+		return
+	}
+	s := subjects[r.What]
+	about := []any{"reason", r.Reason}
+	e := dashboard.Event{Time: now, Kind: s.event, QuorumID: r.QuorumID, Step: r.Step, Reason: r.Reason}
+	if r.ReplicaID != "" {
+		about, e.Left = append(about, "replica_id", r.ReplicaID), []string{r.ReplicaID}
+	}
+	if r.QuorumID != 0 {
+		about = append(about, "quorum_id", r.QuorumID)
+	}
+	j.log.Log(context.Background(), s.level, "torchft: "+s.line, about...)
+	if s.event != "" {
+		j.board.Record(e)
+	}
+	if s.notice != 0 {
+		j.tell(encodeNews(noticeMessage(&torchftpb.Notice{Kind: s.notice, QuorumId: r.QuorumID,
+			Reason: r.Reason})))
+	}
 }
 
 // corrupted logs and records groups whose gradients of the same unit differ, once: all groups report it.
@@ -174,13 +201,6 @@ func (j *job) corrupted(c *torchftpb.Corrupted) {
 	j.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Corrupted, Left: names, Reason: reason})
 }
 
-// stops reports to all members that the job stops. The caller holds mu.
-func (j *job) stops(a quorum.Stops, now time.Time) {
-	j.log.Error("torchft: THE JOB STOPS: an exception would end it again and again", "reason", a.Reason)
-	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Stopped, Reason: a.Reason})
-	j.tell(encodeNews(noticeMessage(&torchftpb.Notice{Kind: torchftpb.Notice_STOPPED, Reason: a.Reason})))
-}
-
 // mostTold is how much is remembered as told: a group that is restarted after each refusal has a new name
 // each time.
 const mostTold = 1000
@@ -195,15 +215,4 @@ func (j *job) once(what string) bool {
 	}
 	j.told[what] = true
 	return true
-}
-
-// refuses logs and records a member that does not fit to the job, once: its manager repeats the request. The
-// caller holds mu.
-func (j *job) refuses(a quorum.Refused, now time.Time) {
-	if !j.once(a.ReplicaID) {
-		return
-	}
-	j.log.Warn("torchft: a member is refused", "replica_id", a.ReplicaID, "reason", a.Reason)
-	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Refused, Left: []string{a.ReplicaID},
-		Reason: a.Reason})
 }

@@ -82,7 +82,7 @@ func (c *core) misfits(id string, waiters []WaiterID, reason string) {
 	for _, w := range waiters {
 		c.refuse(w, Misfit, reason)
 	}
-	c.do(Refused{id, reason})
+	c.do(Report{What: MemberRefused, ReplicaID: id, Reason: reason})
 	if r := c.roster.members[id]; r != nil && r.alive() && !r.waiting() && !r.previous {
 		c.fail(r, "", reason) // it is in no step, so its failure is not reported
 	}

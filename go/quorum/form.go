@@ -15,7 +15,7 @@ func (m *Machine) act(tick bool) {
 	t := m.roster.tally(m.now)
 	d := m.decide(t, m.now)
 	if d.cause == behindJob && d.behind != "" && m.past.behind.IsZero() {
-		m.do(Awaits{d.detail})
+		m.do(Report{What: CopyAwaited, Reason: d.detail})
 	}
 	m.past.decided(d)
 	switch {
@@ -93,7 +93,7 @@ func (m *Machine) deliver(d decision) {
 	}
 	m.drains.release() // no member is in the last step of the drained ones any more
 	if d.regress != "" {
-		m.do(Regressed{Quorum: q, Reason: d.regress})
+		m.do(Report{What: JobRegressed, QuorumID: q.ID, Step: q.MaxStep(), Reason: d.regress})
 	}
 	m.reported, m.reconnect = noRequest, reconnect{}
 	m.suspicion.forget()

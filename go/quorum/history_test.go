@@ -235,8 +235,10 @@ func (h *history) step(e Event) {
 			does("ask", a.ReplicaIDs)
 		case Stalled:
 			does("stalled", a.ReplicaID)
-		case Doubted:
-			does("doubted", a.ReplicaID)
+		case Report:
+			if a.What == ClaimDoubted {
+				does("doubted", a.ReplicaID)
+			}
 		case Judged:
 			require.Empty(h.t, a.Verdict)
 			does("judge", a.ReplicaID)

@@ -195,7 +195,7 @@ func TestResultsLeaveAsActionsOnly(t *testing.T) {
 	for i := range machine.NumMethod() {
 		methods = append(methods, machine.Method(i).Name)
 	}
-	require.Equal(t, []string{"Describe", "Knows", "StandsBy", "Step"}, methods)
+	require.Equal(t, []string{"Describe", "InUse", "Knows", "StandsBy", "Step"}, methods)
 	for _, field := range reflect.VisibleFields(machine.Elem()) {
 		require.False(t, field.IsExported(), field.Name)
 	}

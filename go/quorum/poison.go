@@ -121,7 +121,7 @@ func (p *poison) record(e Raised) {
 		if r := p.roster.members[e.ReplicaID]; r != nil {
 			p.run = r.run
 		}
-		p.do(Stops{p.verdict})
+		p.do(Report{What: JobStops, Reason: p.verdict})
 		for _, r := range slices.SortedFunc(maps.Values(p.roster.members), byID) {
 			p.refuseAll(r, Poisoned, p.verdict)
 		}
@@ -146,8 +146,8 @@ func (p *poison) skips(e Raised, ended []string) bool {
 		return false
 	}
 	p.leaveOut(skipped{e.Digest.Step, e.Skip})
-	p.do(Skips{fmt.Sprintf("a unit is left out: the same exception has ended %s: %s\n%s",
-		strings.Join(ended, " and "), e.Digest, e.Text)})
+	p.do(Report{What: UnitSkipped, Reason: fmt.Sprintf("a unit is left out: the same exception has ended %s: "+
+		"%s\n%s", strings.Join(ended, " and "), e.Digest, e.Text)})
 	return true
 }
 

@@ -68,7 +68,7 @@ func TestTheSecondOfTwoEqualExceptionsStopsTheJob(t *testing.T) {
 	actions := m.Step(Raised{ReplicaID: "b:1", Digest: d, Text: "Traceback\n"}, epoch)
 	const verdict = "the job stops: the same exception has ended a:1 and b:1: ValueError at train.py:7 in " +
 		"loss in step 10, unit 4, 5\nTraceback\n"
-	assert.Equal(t, []Action{Stops{verdict}, Refuse{1, Poisoned, verdict}, Judged{"b:1", verdict}}, actions)
+	assert.Equal(t, []Action{Report{What: JobStops, Reason: verdict}, Refuse{1, Poisoned, verdict}, Judged{"b:1", verdict}}, actions)
 	assert.Equal(t, verdict, m.Describe(epoch).Stopped)
 
 	// It is said once; later ones are answered, and no request is accepted.
@@ -80,11 +80,8 @@ func TestTheSecondOfTwoEqualExceptionsStopsTheJob(t *testing.T) {
 // skips lets a member end by an exception in a unit that the groups are to leave out.
 func skips(m *Machine, id string, d Digest, unit string) (left, stopped bool) {
 	for _, action := range m.Step(Raised{ReplicaID: id, Digest: d, Skip: unit, Text: "Traceback\n"}, epoch) {
-		switch action.(type) {
-		case Skips:
-			left = true
-		case Stops:
-			stopped = true
+		if a, ok := action.(Report); ok {
+			left, stopped = left || a.What == UnitSkipped, stopped || a.What == JobStops
 		}
 	}
 	return left, stopped

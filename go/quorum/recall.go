@@ -157,10 +157,13 @@ func (s *search) delivers() {
 	}
 	s.each(func(r *record) {
 		r.unshown = true
-		s.do(Doubted{r.id, fmt.Sprintf("it claims to know of quorum %d, and did not show it",
-			r.claim.QuorumID)})
+		s.doubts(r.id, "it claims to know of quorum %d, and did not show it", r.claim.QuorumID)
 	})
 	s.wanted = wanted{}
+}
+
+func (s *search) doubts(id, why string, about ...any) {
+	s.do(Report{What: ClaimDoubted, ReplicaID: id, Reason: fmt.Sprintf(why, about...)})
 }
 
 // recalled handles a quorum that a member shows (From), or that was read from disk or from the log at the
@@ -183,14 +186,13 @@ func (s *search) recalled(e Recalled) (adopted bool) {
 		// Only a member of a quorum may show it: otherwise any process could make up a quorum of itself
 		// alone.
 		if _, in := q.Place(e.From); !in {
-			s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d, and was not in it", p.ID)})
+			s.doubts(e.From, "it shows quorum %d, and was not in it", p.ID)
 			return false
 		}
 		// No lighthouse of this job has had a higher term. Without the bound, a forged quorum could use up
 		// all ids.
 		if TermOf(p.ID) > s.term {
-			s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d of term %d: the term here is %d", p.ID,
-				TermOf(p.ID), s.term)})
+			s.doubts(e.From, "it shows quorum %d of term %d: the term here is %d", p.ID, TermOf(p.ID), s.term)
 			return false
 		}
 		if r := s.roster.members[e.From]; r != nil {
@@ -207,8 +209,7 @@ func (s *search) recalled(e Recalled) (adopted bool) {
 		return false
 	case !slices.EqualFunc(q.Members, latest.Members,
 		func(a, b Member) bool { return a.ReplicaID == b.ReplicaID }):
-		s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d with other members than those of that quorum",
-			p.ID)})
+		s.doubts(e.From, "it shows quorum %d with other members than those of that quorum", p.ID)
 		return false
 	default:
 		s.past.shown(q)

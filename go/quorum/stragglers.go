@@ -111,7 +111,7 @@ func (s *stragglers) tick() {
 		if !was {
 			reason = fmt.Sprintf("rank %d works %s in a step, %.2f times the others' %s; %s", r.pace.Rank,
 				short(r.pace.Own), float64(r.pace.Own)/float64(usual.Own), short(usual.Own), r.pace.Host)
-			s.do(Straggles{QuorumID: s.past.latest.ID, ReplicaID: r.id, Reason: reason})
+			s.do(Report{What: MemberStraggles, QuorumID: s.past.latest.ID, ReplicaID: r.id, Reason: reason})
 		}
 		if s.slow == nil {
 			s.slow = map[string]string{}

@@ -64,7 +64,7 @@ type runners struct {
 	now     time.Time
 	ids     []string
 	last    map[string][]time.Duration
-	named   []Straggles
+	named   []Report
 }
 
 func newRunners(t *testing.T, seed uint64, ids ...string) *runners {
@@ -83,7 +83,7 @@ func newRunners(t *testing.T, seed uint64, ids ...string) *runners {
 
 func (j *runners) feed(e Event) {
 	for _, action := range j.machine.Step(e, j.now) {
-		if a, ok := action.(Straggles); ok {
+		if a, ok := action.(Report); ok && a.What == MemberStraggles {
 			j.named = append(j.named, a)
 		}
 	}

@@ -128,7 +128,7 @@ func TestSearchAlone(t *testing.T) {
 		return actions, adopted
 	}
 	actions, adopted := shows("b", Member{ReplicaID: "a"})
-	require.IsType(t, Doubted{}, actions[0], "b was not in quorum 1001")
+	require.Equal(t, ClaimDoubted, actions[0].(Report).What, "b was not in quorum 1001")
 	require.False(t, adopted)
 	_, adopted = shows("a", Member{ReplicaID: "a", Step: 3}, Member{ReplicaID: "c"})
 	require.True(t, adopted)

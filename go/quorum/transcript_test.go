@@ -253,14 +253,17 @@ func (r *scribe) step(e Event) []string {
 			answers = append(answers, fmt.Sprintf("the stream of %s is refused: %s", a.ReplicaID, a.Reason))
 		case Recall:
 			answers = append(answers, fmt.Sprintf("ask %s for quorum %d", a.ReplicaID, a.QuorumID))
-		case Doubted:
-			answers = append(answers, fmt.Sprintf("%s is not believed: %s", a.ReplicaID, a.Reason))
-		case Refused:
-			answers = append(answers, "member "+a.ReplicaID+" does not fit")
-		case Awaits:
-			answers = append(answers, "WARNING: "+a.Reason)
-		case Regressed:
-			answers = append(answers, fmt.Sprintf("WARNING, quorum %d regresses: %s", a.Quorum.ID, a.Reason))
+		case Report:
+			switch a.What {
+			case ClaimDoubted:
+				answers = append(answers, fmt.Sprintf("%s is not believed: %s", a.ReplicaID, a.Reason))
+			case MemberRefused:
+				answers = append(answers, "member "+a.ReplicaID+" does not fit")
+			case CopyAwaited:
+				answers = append(answers, "WARNING: "+a.Reason)
+			case JobRegressed:
+				answers = append(answers, fmt.Sprintf("WARNING, quorum %d regresses: %s", a.QuorumID, a.Reason))
+			}
 		case Failed:
 			if a.Cause == Parts {
 				answers = append(answers, fmt.Sprintf("%s parts with quorum %d in step %d: %s", a.ReplicaID,

@@ -251,11 +251,14 @@ type (
 		ReplicaID string
 		QuorumID  int64
 	}
-	// Doubted reports a claim of a member that this lighthouse ignores, for the log.
-	Doubted struct{ ReplicaID, Reason string }
-	// Refused reports a member that no quorum of this job may include (Misfit), at each of its requests, for
-	// the log and the history.
-	Refused struct{ ReplicaID, Reason string }
+	// Report tells people something, in the log and in the history of the job.
+	Report struct {
+		What      Subject
+		QuorumID  int64  // 0: it is about none
+		Step      int64  // of that quorum, when it began
+		ReplicaID string // empty: it is about the job
+		Reason    string
+	}
 	// Keep makes the shell keep the state of the job that a restarted lighthouse, or the next leader, needs.
 	// It comes before the Deliver of a new quorum, and when a member has shown one.
 	Keep struct {
@@ -263,13 +266,6 @@ type (
 		Highest int64  // no id up to this one may be used again
 		End     End    // of the last run that is complete; zero: there is none
 		Copies  Copies // the newest that is known of
-	}
-	// Awaits reports that a quorum waits for hosts, since it would begin before the copy that they hold.
-	Awaits struct{ Reason string }
-	// Regressed reports a quorum whose steps are below those that the job had reached.
-	Regressed struct {
-		Quorum *Quorum
-		Reason string
 	}
 	// Changed reports that the set of members or the quorum_id changed, for the log and the dashboard.
 	Changed struct {
@@ -293,12 +289,6 @@ type (
 		ReplicaID string
 		Reason    string
 	}
-	// Straggles reports that a member of the latest quorum has become slower than the others in its own work.
-	Straggles struct {
-		QuorumID  int64
-		ReplicaID string
-		Reason    string
-	}
 	// Check asks for a sign of life of a member that its peers suspect; the shell answers with Checked.
 	Check struct {
 		ReplicaID string
@@ -312,10 +302,6 @@ type (
 		ReplicaID string
 		Verdict   string // why the job stops; empty: the member may be started again
 	}
-	// Stops reports that the job stops: starting it again as it is would end with the same exception.
-	Stops struct{ Reason string }
-	// Skips reports that the groups leave out a unit of a batch, with which each of them would end.
-	Skips struct{ Reason string }
 	// Drain asks a member to leave at the end of a step. It answers with Leaving when it does.
 	Drain struct{ ReplicaID, Reason string }
 	// Release lets a member that left end its process: its peers have received all data of its last step.
@@ -336,24 +322,31 @@ func (Call) isAction()         {}
 func (Round) isAction()        {}
 func (Over) isAction()         {}
 func (Advanced) isAction()     {}
-func (Doubted) isAction()      {}
-func (Refused) isAction()      {}
+func (Report) isAction()       {}
 func (Keep) isAction()         {}
-func (Awaits) isAction()       {}
-func (Regressed) isAction()    {}
 func (Changed) isAction()      {}
 func (Failed) isAction()       {}
 func (Stalled) isAction()      {}
-func (Straggles) isAction()    {}
 func (Check) isAction()        {}
 func (AskProgress) isAction()  {}
 func (Judged) isAction()       {}
-func (Stops) isAction()        {}
-func (Skips) isAction()        {}
 func (Drain) isAction()        {}
 func (Release) isAction()      {}
 func (Wake) isAction()         {}
 func (Waiting) isAction()      {}
+
+// Subject is what a Report is about.
+type Subject int
+
+const (
+	ClaimDoubted    Subject = iota // a claim of a member that this lighthouse ignores
+	MemberRefused                  // a member that no quorum of this job may include, at each of its requests
+	MemberStraggles                // a member of the latest quorum has become slower than the others
+	CopyAwaited                    // a quorum waits for hosts: it would begin before the copy that they hold
+	JobRegressed                   // a quorum whose steps are below those that the job had reached
+	JobStops                       // started again as it is, it would end with the same exception
+	UnitSkipped                    // the groups leave out a unit of a batch, with which each of them would end
+)
 
 // Cause is why a member counts as failed: the label of a metric.
 type Cause string

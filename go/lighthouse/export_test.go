@@ -5,7 +5,6 @@ import (
 	"time"
 
 	"github.com/torchft/torchft/go/internal/rpc"
-	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // BreakMachine makes uses of the default job's machine panic, as a bug in it would, until mend is called or a
@@ -53,12 +52,6 @@ func (s *Server) RemoveOld(now time.Time) { s.removeOld(s.term(), now) }
 
 // States returns the states in the store, by job.
 func (s *Server) States() map[string][]byte { return s.store.States() }
-
-// Attend serves a member's stream. A panic reaches the caller: the interceptor that recovers from it is not
-// called.
-func (s *Server) Attend(wire torchftpb.MemberService_AttendServer) error {
-	return memberService{server: s}.Attend(wire)
-}
 
 // Handler serves the server's HTTP routes. A panic reaches the caller.
 func (s *Server) Handler() http.Handler { return s.handler() }

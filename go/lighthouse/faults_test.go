@@ -1,7 +1,6 @@
 package lighthouse_test
 
 import (
-	"context"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -144,27 +143,6 @@ func TestHeartbeatsOfUnknownNames(t *testing.T) {
 		assert.Equal(t, 1, c.Lighthouse.Status().Healthy)
 		time.Sleep(time.Second)
 		require.NoError(t, (<-ask(client, quorum.Member{ReplicaID: "a", Step: 1}, time.Minute)).Err)
-	})
-}
-
-// unreadable is a stream on which reading panics, as a bug in a decoder would.
-type unreadable struct {
-	torchftpb.MemberService_AttendServer
-}
-
-func (unreadable) Context() context.Context                { return context.Background() }
-func (unreadable) Recv() (*torchftpb.MemberMessage, error) { panic("unreadable") }
-
-// The first message of a stream is read on a separate goroutine, on which gRPC's interceptors do not recover
-// from panics.
-func TestAPanicWhileAGreetingIsReadEndsThatStreamOnly(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		c := fttest.NewCluster(t, 1)
-		assert.Equal(t, codes.Internal, status.Code(c.Lighthouse.Attend(unreadable{})))
-		assert.Equal(t, 1, c.Log.Count("internal error"))
-		a := attend(t, c, "a")
-		a.ask(1, time.Minute)
-		a.answered()
 	})
 }
 

@@ -2,7 +2,6 @@ package lighthouse
 
 import (
 	"errors"
-	"log/slog"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -33,8 +32,6 @@ const (
 	// a cluster. Each is answered: so the member finds within about a second that this lighthouse has
 	// stopped, and asks the others.
 	answeredEvery = time.Second / 3
-	// greetingTimeout is how long a stream may be silent at its beginning.
-	greetingTimeout = 5 * time.Second
 	// longestText is the length in bytes to which texts of members are shortened, as a failure's reason.
 	longestText = 1 << 10
 	// longestTraceback is the same for the traceback of an exception.
@@ -44,10 +41,12 @@ const (
 var errStale = status.Error(codes.Unavailable,
 	"the lighthouse has begun anew after an internal error: open a new stream")
 
+type memberWire = grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]
+
 // stream is the stream of one member. It needs one goroutine, and a second one while it sends.
 type stream struct {
 	job        *job
-	wire       grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]
+	wire       memberWire
 	replicaID  string
 	recallable bool          // it can answer a Recall
 	run        string        // of its launcher
@@ -72,24 +71,26 @@ type stream struct {
 
 // Attend serves a member's stream until the member ends it, or its connection breaks. At a shutdown the
 // lighthouse asks members to end their streams, so no stream needs a goroutine that waits for the shutdown.
-func (m memberService) Attend(
-	wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage],
-) error {
-	greeting, err := greetingOf(wire, m.server.log)
+func (m memberService) Attend(wire memberWire) error {
+	job, err := m.server.use(wire.Context()) // a stream without a greeting counts, too (max_calls_per_job)
 	if err != nil {
+		return err
+	}
+	defer job.done()
+	message, err := m.receive(wire)
+	if err != nil {
+		return err
+	}
+	greeting := message.GetGreeting()
+	if greeting == nil {
+		return status.Error(codes.InvalidArgument, "the first message of a member's stream is no greeting")
+	}
+	if err := checkReplicaID(greeting.GetReplicaId()); err != nil {
 		return err
 	}
 	if err := m.server.refuseList(greeting.GetLighthouses()); err != nil {
 		return err
 	}
-	if err := m.server.cluster.check(wire.Context()); err != nil {
-		return err
-	}
-	job, err := m.server.use(wire.Context())
-	if err != nil {
-		return err
-	}
-	defer job.done()
 	s := &stream{
 		job:        job,
 		wire:       wire,
@@ -102,10 +103,7 @@ func (m memberService) Attend(
 	}
 	defer s.end()
 	for {
-		message, err := wire.Recv()
-		if err == nil {
-			err = m.server.cluster.check(wire.Context())
-		}
+		message, err := m.receive(wire)
 		if err != nil {
 			return err
 		}
@@ -122,37 +120,13 @@ func (m memberService) Attend(
 	}
 }
 
-// greetingOf receives the first message of a stream, within greetingTimeout.
-func greetingOf(
-	wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage], log *slog.Logger,
-) (*torchftpb.Greeting, error) {
-	type received struct {
-		message *torchftpb.MemberMessage
-		err     error
+// receive returns the next message of a stream, if this lighthouse leads.
+func (m memberService) receive(wire memberWire) (*torchftpb.MemberMessage, error) {
+	message, err := wire.Recv()
+	if err == nil {
+		err = m.server.cluster.check(wire.Context())
 	}
-	first := make(chan received, 1)
-	go func() { // it ends with the stream, at the latest when the handler has returned
-		var r received
-		defer func() { first <- r }()
-		defer rpc.Recovered(log, "a greeting", &r.err)
-		r.message, r.err = wire.Recv()
-	}()
-	var r received
-	select {
-	case r = <-first:
-	case <-time.After(greetingTimeout):
-		return nil, status.Errorf(codes.DeadlineExceeded, "a member's stream has no greeting after %s",
-			greetingTimeout)
-	}
-	if r.err != nil {
-		return nil, r.err
-	}
-	greeting := r.message.GetGreeting()
-	if greeting == nil {
-		return nil, status.Error(codes.InvalidArgument,
-			"the first message of a member's stream is no greeting")
-	}
-	return greeting, checkReplicaID(greeting.GetReplicaId())
+	return message, err
 }
 
 func (s *stream) begin(greeting *torchftpb.Greeting) error {

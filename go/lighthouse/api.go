@@ -37,9 +37,10 @@ type about struct {
 func (a about) check() error { return checkReplicaID(a.ReplicaID) }
 func (about) want() string   { return `{"replica_id": "..."}` }
 
-// done is the answer to a successful request.
+// done is the answer to a successful request, with what it named.
 type done struct {
-	ReplicaID string `json:"replica_id"`
+	ReplicaID string `json:"replica_id,omitempty"`
+	Address   string `json:"address,omitempty"`
 	Done      string `json:"done"`
 }
 
@@ -49,7 +50,7 @@ func (s *Server) apiKill(w http.ResponseWriter, r *http.Request, body about) {
 		dashboard.Refuse(w, code, err)
 		return
 	}
-	dashboard.Answer(w, done{body.ReplicaID, "asked to end"})
+	dashboard.Answer(w, done{ReplicaID: body.ReplicaID, Done: "asked to end"})
 }
 
 func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, body about) {
@@ -68,7 +69,7 @@ func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, body about) {
 	default:
 		j.log.Info("torchft: a replica group is asked to leave, on request", "replica_id", body.ReplicaID,
 			"from", r.RemoteAddr)
-		dashboard.Answer(w, done{body.ReplicaID, "asked to leave at the end of a step"})
+		dashboard.Answer(w, done{ReplicaID: body.ReplicaID, Done: "asked to leave at the end of a step"})
 	}
 }
 
@@ -103,7 +104,7 @@ func (s *Server) apiLimit(w http.ResponseWriter, r *http.Request, body limit) {
 	}
 	j.log.Info("torchft: another number of groups trains", "max_replicas", body.MaxReplicas, "from",
 		r.RemoteAddr)
-	dashboard.Answer(w, recorded{"set"})
+	dashboard.Answer(w, done{Done: "set"})
 }
 
 // notice is the body of a request that records an event of which the lighthouse knows nothing itself: a
@@ -125,21 +126,6 @@ func (notice) want() string { return `{"reason": "..."}` }
 // drive those of the job out of the history.
 const mostNotices = 60
 
-// notices counts the notices of a minute.
-type notices struct {
-	began time.Time
-	n     int
-}
-
-// admit reports whether there is room for one more.
-func (c *notices) admit(now time.Time) bool {
-	if now.Sub(c.began) >= time.Minute {
-		*c = notices{began: now}
-	}
-	c.n++
-	return c.n <= mostNotices
-}
-
 // apiNotice returns the handler that records events of this kind; what is the line of the log.
 func (s *Server) apiNotice(
 	kind dashboard.Kind, what string,
@@ -150,7 +136,7 @@ func (s *Server) apiNotice(
 			return
 		}
 		j.mu.Lock()
-		room := j.notices.admit(time.Now())
+		room := j.notices.admit(mostNotices, time.Now())
 		j.mu.Unlock()
 		if !room {
 			dashboard.Refuse(w, http.StatusTooManyRequests,
@@ -159,13 +145,8 @@ func (s *Server) apiNotice(
 		}
 		j.log.Info("torchft: "+what, "reason", body.Reason, "from", r.RemoteAddr)
 		j.board.Record(dashboard.Event{Time: time.Now(), Kind: kind, Reason: body.Reason})
-		dashboard.Answer(w, recorded{"recorded"})
+		dashboard.Answer(w, done{Done: "recorded"})
 	}
-}
-
-// recorded is the answer to requests that name no member.
-type recorded struct {
-	Done string `json:"done"`
 }
 
 // errNoStream reports that a member has no stream on which the lighthouse could send it a message.

@@ -24,12 +24,6 @@ func (o one) check() error {
 
 func (one) want() string { return `{"address": "http://host:port"}` }
 
-// changed is the answer to such a request.
-type changed struct {
-	Address string `json:"address"`
-	Done    string `json:"done"`
-}
-
 // changeTime bounds a change of the cluster's members: a new one has to learn the cluster first. `torchft
 // cluster` waits somewhat longer.
 const changeTime = 10 * time.Second
@@ -47,7 +41,7 @@ func (c *cluster) change(
 		}
 		c.server.log.Warn("torchft: the cluster was changed on request", "lighthouse", body.Address,
 			"done", what, "from", r.RemoteAddr)
-		dashboard.Answer(w, changed{body.Address, what})
+		dashboard.Answer(w, done{Address: body.Address, Done: what})
 	}
 }
 

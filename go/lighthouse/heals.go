@@ -1,6 +1,7 @@
 package lighthouse
 
 import (
+	"fmt"
 	"math"
 	"time"
 
@@ -9,8 +10,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// This file records the reports of groups about their recoveries, for the log and the dashboard. No decision
-// depends on these reports, so they are not passed to the machine.
+// This file records what groups report for people, in the log and on the dashboard. No decision depends on
+// these reports, so they are not passed to the machine.
 
 // heal is the progress of a heal, in bytes.
 type heal struct{ received, total int64 }
@@ -22,6 +23,10 @@ const (
 	// client chooses both.
 	mostPhases   = 16
 	longestPhase = 40
+	// mostStacks is of how many ranks the stacks are recorded in a minute: the history has room for a
+	// thousand events, and all ranks of a large group report theirs at once. Each rank writes its own to its
+	// log as well.
+	mostStacks = 32
 )
 
 func (j *job) healing(replicaID string, p *torchftpb.HealProgress) {
@@ -76,4 +81,37 @@ func (j *job) withHeals(members []quorum.MemberStatus) []dashboard.Member {
 		}
 	}
 	return with
+}
+
+// stacks records where the threads of a rank are, whose group makes no progress while others wait for it.
+func (j *job) stacks(replicaID string, s *torchftpb.RankStacks) {
+	now := time.Now()
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if !j.stacked.admit(mostStacks, now) {
+		return
+	}
+	reason := fmt.Sprintf("rank %d", s.GetGroupRank())
+	if c := s.GetCollective(); c != "" {
+		reason += ": " + shortened(c)
+	}
+	j.log.Warn("torchft: a rank of a member without progress has reported its stacks", "member", replicaID,
+		"rank", s.GetGroupRank(), "collective", shortened(s.GetCollective()))
+	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Stacks, Who: replicaID, Reason: reason,
+		Stacks: s.GetStacks()})
+}
+
+// corrupted logs and records groups whose gradients of the same unit differ, once: all groups report it.
+func (j *job) corrupted(c *torchftpb.Corrupted) {
+	names, reason := dashboard.Names(c.GetReplicaIds()), shortened(c.GetReason())
+	for i, name := range names {
+		names[i] = shortened(name)
+	}
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if !j.once(reason) {
+		return
+	}
+	j.log.Error("torchft: A GRADIENT IS CORRUPTED", "members", names, "reason", reason)
+	j.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Corrupted, Left: names, Reason: reason})
 }

@@ -41,14 +41,14 @@ type job struct {
 	news    news
 	waitLog waitLog
 	board   *dashboard.Feed // for the page and the API
-	notices notices         // that processes of the job have told
+	notices perMinute       // that processes of the job have told
 	stop    chan struct{}   // closed by close
 	stepped time.Time       // time of the machine's last event
 	asleep  time.Duration   // for how long the host had been suspended at the last tick
 	wake    *time.Timer     // runs when the grace of a suspect is over
 	saver   *saver          // of the state, nil if none is kept
 	heals   map[string]heal // by replica_id, as reported
-	stacked stacked
+	stacked perMinute       // stacks of ranks that were recorded
 	heard   time.Time       // when keepers were heard last
 	told    map[string]bool // in the log and the history already: refused members, reports of all groups
 	blamed  int64           // id of the last quorum with a failure whose cost was reported

@@ -186,21 +186,6 @@ func (j *job) report(r quorum.Report, now time.Time) {
 	}
 }
 
-// corrupted logs and records groups whose gradients of the same unit differ, once: all groups report it.
-func (j *job) corrupted(c *torchftpb.Corrupted) {
-	names, reason := dashboard.Names(c.GetReplicaIds()), shortened(c.GetReason())
-	for i, name := range names {
-		names[i] = shortened(name)
-	}
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	if !j.once(reason) {
-		return
-	}
-	j.log.Error("torchft: A GRADIENT IS CORRUPTED", "members", names, "reason", reason)
-	j.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Corrupted, Left: names, Reason: reason})
-}
-
 // mostTold is how much is remembered as told: a group that is restarted after each refusal has a new name
 // each time.
 const mostTold = 1000
@@ -215,4 +200,19 @@ func (j *job) once(what string) bool {
 	}
 	j.told[what] = true
 	return true
+}
+
+// perMinute counts what happened since a minute began.
+type perMinute struct {
+	began time.Time
+	n     int
+}
+
+// admit counts one more, and reports whether there were at most this many in the minute.
+func (c *perMinute) admit(most int, now time.Time) bool {
+	if now.Sub(c.began) >= time.Minute {
+		*c = perMinute{began: now}
+	}
+	c.n++
+	return c.n <= most
 }

@@ -36,7 +36,6 @@ import (
 type cluster struct {
 	server *Server
 	node   *replica.Node
-	dialer *replica.Dialer
 	http   *http.Transport
 	term   atomic.Uint64 // in which this lighthouse leads; 0: it does not
 
@@ -67,21 +66,16 @@ func (s *Server) joinCluster() (*cluster, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &cluster{server: s, dialer: replica.NewDialer(s.dialing())}
-	c.http = rpc.HTTPTransport(s.cfg.Network, protected.Client)
-	cfg := replica.Config{Cluster: s.cfg.Cluster, Self: s.cfg.Advertise, Dir: s.cfg.StateDir, Links: c.dialer,
-		Logger: s.log}
+	c := &cluster{server: s, http: rpc.HTTPTransport(s.cfg.Network, protected.Client)}
+	cfg := replica.Config{Cluster: s.cfg.Cluster, Self: s.cfg.Advertise, Dir: s.cfg.StateDir,
+		Dialing: s.dialing(), Logger: s.log}
 	if s.cfg.Recover {
 		err = replica.Recover(cfg)
 	}
 	if err == nil {
 		c.node, err = replica.Open(context.Background(), cfg)
 	}
-	if err != nil {
-		c.dialer.Close()
-		return nil, err
-	}
-	return c, nil
+	return c, err
 }
 
 // follow begins and ends the jobs of this lighthouse as it becomes the leader and ceases to be it, until the
@@ -204,7 +198,6 @@ func (c *cluster) close() {
 	c.leader.close()
 	c.leader = nil
 	c.http.CloseIdleConnections()
-	c.dialer.Close()
 }
 
 // quiet drops what the proxy would log: its errors are answered to the client.

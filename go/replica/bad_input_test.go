@@ -1,9 +1,7 @@
 package replica_test
 
 import (
-	"encoding/binary"
-	"encoding/json"
-	"io"
+	"context"
 	"log/slog"
 	"os"
 	"path/filepath"
@@ -15,7 +13,9 @@ import (
 	"github.com/hashicorp/raft"
 	"github.com/stretchr/testify/require"
 
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/replica"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 func TestParseCluster(t *testing.T) {
@@ -117,7 +117,7 @@ func TestADirectoryThatCannotBeUsedIsLeftAsItIs(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			dir := populate(t)
 			cfg := replica.Config{Cluster: []string{"http://a:1", "http://b:1", "http://c:1"},
-				Self: "http://a:1", Dir: dir, Links: wires{&host{world: newWorld(t), name: "a"}}}
+				Self: "http://a:1", Dir: dir, Dialing: rpc.Dialing{Network: newWorld(t).network.Host("a")}}
 			c.change(t, &cfg)
 			before := files(t, dir)
 			_, err := replica.Open(t.Context(), cfg)
@@ -240,35 +240,39 @@ func TestStrangersOnALink(t *testing.T) {
 		leader, term := w.started()
 		id := leader.node.Identity()
 		name := id.Self + "#" + id.Instance
-		for _, c := range []struct{ sent, want string }{
-			{hello("other", "http://x:1#1", name), "one of them has the state directory of another cluster"},
-			{hello(id.Cluster, "http://x:1#1", "http://b:9#1"), "each needs an address of its own"},
-			{hello(id.Cluster, "http://x:1#1", id.Self+"#lost"), "has lost its state directory"},
-			{"\x00\x03{}}", ""},
-			{"\xff\xff" + strings.Repeat("x", 70000), ""},
-			{"\x00", ""},
-			{"GET / HTTP/1.1\r\n\r\n", ""},
-			{hello(id.Cluster, "http://x:1#1", name) + strings.Repeat("\xff\x00\xc1", 1000), ""},
-			{hello(id.Cluster, strings.Repeat("x", 3000), name) + "\x00\xde\xff\xff", ""},
+		conn, err := rpc.DialLater(rpc.Dialing{Network: w.network.Host("x")}, "lighthouse", leader.address)
+		require.NoError(t, err)
+		defer func() { _ = conn.Close() }()
+		hello := func(cluster, from, to string) *torchftpb.Hello {
+			return &torchftpb.Hello{Cluster: cluster, From: from, To: to}
+		}
+		for _, c := range []struct {
+			hello *torchftpb.Hello
+			data  string
+			want  string
+		}{
+			{nil, "", "one of them has the state directory of another cluster"},
+			{hello("other", "http://x:1#1", name), "", "one of them has the state directory of another cluster"},
+			{hello(id.Cluster, "http://x:1#1", "http://b:9#1"), "", "each needs an address of its own"},
+			{hello(id.Cluster, "http://x:1#1", id.Self+"#lost"), "", "has lost its state directory"},
+			{hello(id.Cluster, "http://x:1#1", name), strings.Repeat("\xff\x00\xc1", 1000), "EOF"},
+			{hello(id.Cluster, strings.Repeat("x", 3000), name), "\x00\xde\xff\xff", ""},
 		} {
-			conn, err := w.network.Host("x").Dial(t.Context(), leader.name+":1")
+			ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+			link, err := torchftpb.NewClusterServiceClient(conn).Link(ctx)
 			require.NoError(t, err)
-			_, err = io.WriteString(conn, "L"+c.sent)
-			require.NoError(t, err)
-			_ = conn.SetReadDeadline(time.Now().Add(3 * time.Second))
-			answer, _ := io.ReadAll(conn)
-			require.Contains(t, string(answer), c.want)
-			_ = conn.Close()
+			require.NoError(t, link.Send(&torchftpb.Frame{Hello: c.hello}))
+			_, err = link.Recv()
+			if err == nil {
+				require.NoError(t, link.Send(&torchftpb.Frame{Data: []byte(c.data)}))
+				_, err = link.Recv()
+			}
+			require.ErrorContains(t, err, c.want)
+			cancel()
 		}
 		time.Sleep(5 * time.Second)
 		require.NoError(t, leader.node.Verify(t.Context(), term))
 		require.Equal(t, term, leader.node.Status().Term)
 		require.Less(t, leader.log.Count("a connection between lighthouses was refused"), 5)
 	})
-}
-
-func hello(cluster, from, to string) string {
-	text, _ := json.Marshal(map[string]string{"cluster": cluster, "from": from, "to": to})
-	size := binary.BigEndian.AppendUint16(nil, uint16(len(text))) //nolint:gosec // short
-	return string(size) + string(text)
 }

@@ -1,5 +1,32 @@
 package replica
 
+import (
+	"context"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// Dialer has the connections of a node.
+type Dialer struct{ dialer *dialer }
+
+func NewDialer(with rpc.Dialing) Dialer { return Dialer{newDialer(with)} }
+
+func (d Dialer) Identify(ctx context.Context, address string) (Identity, error) {
+	return d.dialer.identify(ctx, address)
+}
+
+// Link returns the result of a handshake.
+func (d Dialer) Link(ctx context.Context, address string, hello *torchftpb.Hello) error {
+	_, end, err := d.dialer.link(ctx, address, hello)
+	if err == nil {
+		end()
+	}
+	return err
+}
+
+func (d Dialer) Close() { d.dialer.close() }
+
 // Store is the disk of a node.
 type Store = store
 

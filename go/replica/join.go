@@ -141,7 +141,7 @@ func (n *Node) ask() map[string]answer {
 	defer cancel()
 	for _, address := range slices.Compact(addresses) {
 		rpc.Go(&all, n.log, "an identity", func() {
-			id, err := n.cfg.Links.Identify(ctx, address)
+			id, err := n.dialer.identify(ctx, address)
 			mu.Lock()
 			defer mu.Unlock()
 			heard[address] = answer{id, err}
@@ -435,11 +435,11 @@ func (n *Node) Add(ctx context.Context, address string) error {
 		return err
 	}
 	own := n.Identity().Cluster
-	id, err := n.cfg.Links.Identify(ctx, address)
+	id, err := n.dialer.identify(ctx, address)
 	for err == nil && id.Cluster == "" { // a new lighthouse learns the id of the cluster soon
 		select {
 		case <-time.After(askFirst):
-			id, err = n.cfg.Links.Identify(ctx, address)
+			id, err = n.dialer.identify(ctx, address)
 		case <-ctx.Done():
 			err = ctx.Err()
 		}

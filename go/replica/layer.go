@@ -2,8 +2,6 @@ package replica
 
 import (
 	"context"
-	"encoding/binary"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -13,8 +11,11 @@ import (
 	"time"
 
 	"github.com/hashicorp/raft"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // A lighthouse's name in Raft has its address and its instance.
@@ -25,12 +26,12 @@ func addressOf[T ~string](name T) string {
 	return address
 }
 
-// layer is the raft.StreamLayer of a node: connections that begin with a handshake.
+// layer is the raft.StreamLayer of a node: gRPC streams on the ports of the lighthouses, which begin with a
+// handshake.
 type layer struct {
 	*rpc.Queue // of connections whose handshake has ended
 	name       string
-	links      Links
-	timeout    time.Duration
+	dialer     *dialer
 	cluster    func() string // the id of the node's cluster, empty if it knows none yet
 	refused    func(peer string, err error)
 	// Nothing is accepted before this time, a lease after the start: until then a leader may rely on what
@@ -39,17 +40,8 @@ type layer struct {
 
 	mu    sync.Mutex
 	cut   bool // nothing is sent or received any more
-	conns map[*layered]struct{}
+	conns map[*conn]struct{}
 }
-
-type hello struct {
-	Cluster string `json:"cluster"`
-	From    string `json:"from"`
-	To      string `json:"to"`
-}
-
-// maxHello bounds a message of the handshake.
-const maxHello = 4 << 10
 
 var errCut = errors.New("this lighthouse takes no part in the cluster any more")
 
@@ -77,32 +69,33 @@ func (l *layer) stop() {
 	}
 }
 
-// hold makes a connection one of the layer's.
-func (l *layer) hold(conn net.Conn) (net.Conn, error) {
-	held := &layered{Conn: conn, layer: l}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.cut {
-		_ = conn.Close()
-		return nil, errCut
-	}
-	l.conns[held] = struct{}{}
-	return held, nil
-}
-
 func (l *layer) isCut() bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.cut
 }
 
-// layered is a connection of a layer.
-type layered struct {
+// conn is Raft's end of a stream: a pipe, whose other end carry copies to and from the stream.
+type conn struct {
 	net.Conn
 	layer *layer
+	end   func() // ends the stream
 }
 
-func (c *layered) Write(b []byte) (int, error) {
+// open returns a connection over a stream that end ends, and the other end of its pipe.
+func (l *layer) open(end func()) (*conn, net.Conn, error) {
+	local, remote := net.Pipe()
+	c := &conn{local, l, end}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.cut {
+		return nil, nil, errCut
+	}
+	l.conns[c] = struct{}{}
+	return c, remote, nil
+}
+
+func (c *conn) Write(b []byte) (int, error) {
 	if c.layer.isCut() {
 		return 0, errCut
 	}
@@ -110,7 +103,7 @@ func (c *layered) Write(b []byte) (int, error) {
 }
 
 // Read returns io.EOF when this end was closed: Raft logs other errors.
-func (c *layered) Read(b []byte) (int, error) {
+func (c *conn) Read(b []byte) (int, error) {
 	n, err := c.Conn.Read(b)
 	if errors.Is(err, io.ErrClosedPipe) {
 		err = io.EOF
@@ -118,11 +111,41 @@ func (c *layered) Read(b []byte) (int, error) {
 	return n, err
 }
 
-func (c *layered) Close() error {
+func (c *conn) Close() error {
 	c.layer.mu.Lock()
 	delete(c.layer.conns, c)
 	c.layer.mu.Unlock()
+	c.end()
 	return c.Conn.Close()
+}
+
+// carry copies the frames of a stream to a pipe, and the bytes of the pipe to the stream, until one of them
+// ends. The stream has to be ended after that.
+func carry(pipe net.Conn, stream interface {
+	Send(*torchftpb.Frame) error
+	Recv() (*torchftpb.Frame, error)
+},
+) {
+	defer func() { _ = pipe.Close() }()
+	go func() {
+		defer func() { _ = pipe.Close() }()
+		for {
+			frame, err := stream.Recv()
+			if err != nil {
+				return
+			}
+			if _, err := pipe.Write(frame.GetData()); err != nil {
+				return
+			}
+		}
+	}()
+	buffer := make([]byte, 32<<10)
+	for {
+		n, err := pipe.Read(buffer)
+		if err != nil || stream.Send(&torchftpb.Frame{Data: buffer[:n]}) != nil {
+			return
+		}
+	}
 }
 
 // Dial connects to the node with a name.
@@ -132,95 +155,73 @@ func (l *layer) Dial(name raft.ServerAddress, timeout time.Duration) (net.Conn, 
 	if l.isCut() {
 		return nil, errCut
 	}
-	conn, err := l.links.Dial(ctx, addressOf(name))
+	address := addressOf(name)
+	stream, end, err := l.dialer.link(ctx, address,
+		&torchftpb.Hello{Cluster: l.cluster(), From: l.name, To: string(name)})
 	if err != nil {
+		if status.Code(err) == codes.FailedPrecondition {
+			l.refused(address, errors.New(rpc.Message(err)))
+		}
+		return nil, fmt.Errorf("connecting to the lighthouse %s: %w", address, err)
+	}
+	c, pipe, err := l.open(end)
+	if err != nil {
+		end()
 		return nil, err
 	}
-	_ = conn.SetDeadline(time.Now().Add(timeout))
-	err = write(conn, hello{Cluster: l.cluster(), From: l.name, To: string(name)})
-	var refusal string
-	if err == nil {
-		err = read(conn, &refusal)
-	}
-	if err == nil && refusal != "" {
-		err = errors.New(refusal)
-		l.refused(addressOf(name), err)
-	}
-	if err != nil {
-		_ = conn.Close()
-		return nil, fmt.Errorf("connecting to the lighthouse %s: %w", addressOf(name), err)
-	}
-	_ = conn.SetDeadline(time.Time{})
-	return l.hold(conn)
+	go func() {
+		carry(pipe, stream)
+		end()
+	}()
+	return c, nil
 }
 
-// accept answers the handshake of a connection, and passes it to Accept, or closes it if it is refused.
-func (l *layer) accept(conn net.Conn) {
-	_ = conn.SetDeadline(time.Now().Add(l.timeout))
-	var h hello
-	err := read(conn, &h)
-	if err == nil {
-		select {
-		case <-time.After(time.Until(l.opens)):
-		case <-l.Closed():
-		}
-		err = l.check(h)
-		answer := ""
-		if err != nil {
-			answer = err.Error()
-			if !errors.Is(err, errCut) { // leave has said why
-				l.refused(addressOf(h.From), err)
-			}
-		}
-		err = errors.Join(err, write(conn, answer))
-	}
+// accept answers the handshake of a stream, and serves it, until one of its ends is closed.
+func (l *layer) accept(stream torchftpb.ClusterService_LinkServer) error {
+	first, err := stream.Recv()
 	if err != nil {
-		_ = conn.Close()
-		return
+		return err
 	}
-	_ = conn.SetDeadline(time.Time{})
-	if held, err := l.hold(conn); err == nil {
-		l.Put(held)
+	select {
+	case <-time.After(time.Until(l.opens)):
+	case <-l.Closed():
+	case <-stream.Context().Done():
 	}
+	hello := first.GetHello()
+	if err := l.check(hello); err != nil {
+		if !errors.Is(err, errCut) { // leave has said why
+			l.refused(addressOf(hello.GetFrom()), err)
+		}
+		return status.Error(codes.FailedPrecondition, err.Error())
+	}
+	if err := stream.Send(&torchftpb.Frame{}); err != nil {
+		return err
+	}
+	c, pipe, err := l.open(func() {})
+	if err != nil {
+		return status.Error(codes.Unavailable, err.Error())
+	}
+	go l.Put(c)
+	carry(pipe, stream)
+	return nil
 }
 
-func (l *layer) check(h hello) error {
+func (l *layer) check(h *torchftpb.Hello) error {
 	self, own := addressOf(l.name), l.cluster()
-	switch {
+	switch to := h.GetTo(); {
 	case l.isCut():
 		return fmt.Errorf("%s: %w", self, errCut)
 	case own == "":
 		return fmt.Errorf("%s is in no cluster yet", self)
-	case h.Cluster != own:
+	case h.GetCluster() != own:
 		return fmt.Errorf("%s is in the cluster %s, and %s in the cluster %s: one of them has the state "+
-			"directory of another cluster", self, own, addressOf(h.From), h.Cluster)
-	case addressOf(h.To) != self:
+			"directory of another cluster", self, own, addressOf(h.GetFrom()), h.GetCluster())
+	case addressOf(to) != self:
 		return fmt.Errorf("the address of %s leads to the lighthouse %s: each needs an address of its own",
-			addressOf(h.To), self)
-	case h.To != l.name:
+			addressOf(to), self)
+	case to != l.name:
 		return fmt.Errorf("%s has lost its state directory, or is another lighthouse with this address: "+
 			"the leader replaces it", self)
 	}
 	return nil
-}
-
-func write(to io.Writer, message any) error {
-	text, err := json.Marshal(message)
-	if err == nil {
-		size := binary.BigEndian.AppendUint16(nil, uint16(len(text))) //nolint:gosec // all messages are short
-		_, err = to.Write(append(size, text...))
-	}
-	return err
-}
-
-func read(from io.Reader, message any) error {
-	var size [2]byte
-	if _, err := io.ReadFull(from, size[:]); err != nil {
-		return err
-	}
-	text := make([]byte, min(binary.BigEndian.Uint16(size[:]), maxHello))
-	if _, err := io.ReadFull(from, text); err != nil {
-		return err
-	}
-	return json.Unmarshal(text, message)
 }

@@ -6,7 +6,6 @@ import (
 	"io"
 	"net"
 	"sync"
-	"sync/atomic"
 
 	"google.golang.org/grpc"
 
@@ -14,19 +13,19 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Dialer are links over gRPC streams to the ports of the other lighthouses, with their TLS and token.
-type Dialer struct {
+// dialer has the connections to the ports of the other lighthouses, with their TLS and token.
+type dialer struct {
 	with rpc.Dialing
 
 	mu    sync.Mutex
-	conns map[string]*grpc.ClientConn // by address; nil after Close
+	conns map[string]*grpc.ClientConn // by address; nil after close
 }
 
-func NewDialer(with rpc.Dialing) *Dialer {
-	return &Dialer{with: with, conns: map[string]*grpc.ClientConn{}}
+func newDialer(with rpc.Dialing) *dialer {
+	return &dialer{with: with, conns: map[string]*grpc.ClientConn{}}
 }
 
-func (d *Dialer) client(address string) (torchftpb.ClusterServiceClient, error) {
+func (d *dialer) client(address string) (torchftpb.ClusterServiceClient, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.conns == nil {
@@ -43,82 +42,36 @@ func (d *Dialer) client(address string) (torchftpb.ClusterServiceClient, error) 
 	return torchftpb.NewClusterServiceClient(conn), nil
 }
 
-// Dial opens a Link.
-func (d *Dialer) Dial(ctx context.Context, address string) (net.Conn, error) {
+// link opens a stream with a lighthouse that accepts the handshake. The caller ends it with end.
+func (d *dialer) link(ctx context.Context, address string, hello *torchftpb.Hello) (
+	stream torchftpb.ClusterService_LinkClient, end context.CancelFunc, err error,
+) {
 	client, err := d.client(address)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	stream, cancel, err := rpc.OpenStream(ctx, context.WithoutCancel(ctx), client.Link)
+	stream, end, err = rpc.OpenStream(ctx, context.WithoutCancel(ctx), client.Link)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	local, remote := net.Pipe()
-	link := &link{Conn: local, cancel: cancel}
-	go func() {
-		err := receive(remote, stream)
-		link.err.Store(&err)
-		_ = remote.Close()
-	}()
-	go func() {
-		send(remote, stream)
-		cancel()
-	}()
-	return link, nil
-}
-
-// link is the local end of a stream.
-type link struct {
-	net.Conn
-	cancel context.CancelFunc
-	err    atomic.Pointer[error] // why the stream ended
-}
-
-func (l *link) Read(b []byte) (int, error) {
-	n, err := l.Conn.Read(b)
-	if errors.Is(err, io.EOF) {
-		if why := l.err.Load(); why != nil && *why != nil {
-			return n, *why
-		}
+	inTime := context.AfterFunc(ctx, end)
+	err = stream.Send(&torchftpb.Frame{Hello: hello})
+	if err == nil || errors.Is(err, io.EOF) { // Recv returns why it has ended
+		_, err = stream.Recv()
 	}
-	return n, err
-}
-
-func (l *link) Close() error {
-	l.cancel()
-	return l.Conn.Close()
-}
-
-// receive copies the frames of a stream to a pipe until one of them ends.
-func receive(to net.Conn, from interface {
-	Recv() (*torchftpb.Frame, error)
-},
-) error {
-	for {
-		frame, err := from.Recv()
-		if err != nil {
-			return err
-		}
-		if _, err := to.Write(frame.GetData()); err != nil {
-			return nil //nolint:nilerr // the local end was closed
-		}
+	if !inTime() {
+		err = errors.Join(err, ctx.Err())
 	}
-}
-
-// send copies the bytes of a pipe to a stream until one of them ends.
-func send(from net.Conn, to interface{ Send(*torchftpb.Frame) error }) {
-	buffer := make([]byte, 32<<10)
-	for {
-		n, err := from.Read(buffer)
-		if err != nil || to.Send(&torchftpb.Frame{Data: buffer[:n]}) != nil {
-			return
-		}
+	if err != nil {
+		end()
+		return nil, nil, err
 	}
+	return stream, end, nil
 }
 
-// Identify asks a lighthouse for its identity. Without an answer the connection is closed, with its links:
+// identify asks a lighthouse for its identity. Without an answer the connection is closed, with its links:
 // the next one does not wait until TCP sends the unacknowledged bytes again.
-func (d *Dialer) Identify(ctx context.Context, address string) (Identity, error) {
+func (d *dialer) identify(ctx context.Context, address string) (Identity, error) {
 	client, err := d.client(address)
 	if err != nil {
 		return Identity{}, err
@@ -136,7 +89,7 @@ func (d *Dialer) Identify(ctx context.Context, address string) (Identity, error)
 		err
 }
 
-func (d *Dialer) Close() {
+func (d *dialer) close() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for _, conn := range d.conns {
@@ -162,13 +115,5 @@ func (s service) Identify(context.Context, *torchftpb.IdentifyRequest) (*torchft
 }
 
 func (s service) Link(stream torchftpb.ClusterService_LinkServer) error {
-	local, remote := net.Pipe()
-	go s.node.Accept(local)
-	go func() {
-		_ = receive(remote, stream)
-		_ = remote.Close()
-	}()
-	send(remote, stream)
-	_ = remote.Close()
-	return nil
+	return s.node.layer.accept(stream)
 }

@@ -2,7 +2,6 @@ package replica_test
 
 import (
 	"context"
-	"errors"
 	"log/slog"
 	"net"
 	"testing"
@@ -16,6 +15,7 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/replica"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // port is a lighthouse on a real port, with TLS and a token.
@@ -24,7 +24,6 @@ type port struct {
 	security auth.Security
 	bind     string
 	node     *replica.Node
-	dialer   *replica.Dialer
 	server   *rpc.Server
 	log      *fttest.Log
 }
@@ -58,8 +57,7 @@ func newPorts(t *testing.T) (ports []*port) {
 
 func (p *port) start(t *testing.T) {
 	t.Helper()
-	p.dialer = replica.NewDialer(rpc.Dialing{Security: p.security})
-	p.cfg.Links = p.dialer
+	p.cfg.Dialing = rpc.Dialing{Security: p.security}
 	var err error
 	p.node, err = replica.Open(t.Context(), p.cfg)
 	require.NoError(t, err)
@@ -75,7 +73,6 @@ func (p *port) start(t *testing.T) {
 func (p *port) stop() {
 	if p.node != nil {
 		p.node.Close()
-		p.dialer.Close()
 		p.server.Stop()
 		p.node = nil
 	}
@@ -169,15 +166,9 @@ func TestStrangersOnTheRealPort(t *testing.T) {
 		unauthenticated := replica.NewDialer(rpc.Dialing{Security: security})
 		_, err := unauthenticated.Identify(ctx, leader.cfg.Self)
 		require.Equal(t, c.want, status.Code(err), name)
-		conn, err := unauthenticated.Dial(ctx, leader.cfg.Self)
-		if err == nil {
-			_, err = conn.Read(make([]byte, 1))
-			_ = conn.Close()
-		}
-		require.Equal(t, c.want, status.Code(err), name)
+		require.Equal(t, c.want, status.Code(unauthenticated.Link(ctx, leader.cfg.Self, nil)), name)
 		unauthenticated.Close()
-		_, err = unauthenticated.Dial(ctx, leader.cfg.Self)
-		require.ErrorIs(t, err, net.ErrClosed)
+		require.ErrorIs(t, unauthenticated.Link(ctx, leader.cfg.Self, nil), net.ErrClosed)
 	}
 	known := replica.NewDialer(rpc.Dialing{Security: leader.security})
 	defer known.Close()
@@ -185,12 +176,7 @@ func TestStrangersOnTheRealPort(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, leader.node.Identity(), id)
 	require.ElementsMatch(t, leader.cfg.Cluster, id.List)
-	conn, err := known.Dial(ctx, leader.cfg.Self)
-	require.NoError(t, err)
-	_ = conn.SetReadDeadline(time.Now().Add(50 * time.Millisecond))
-	_, err = conn.Read(make([]byte, 1))
-	var timeout net.Error
-	require.True(t, errors.As(err, &timeout) && timeout.Timeout(), "a link has deadlines: %v", err)
-	require.NoError(t, conn.Close())
+	hello := &torchftpb.Hello{Cluster: id.Cluster, From: "http://x:1#1", To: id.Self + "#" + id.Instance}
+	require.NoError(t, known.Link(ctx, leader.cfg.Self, hello))
 	lead(t, ports)
 }

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"slices"
 	"strings"
 	"sync"
@@ -32,6 +31,7 @@ type Node struct {
 	log     *slog.Logger
 	name    string // in Raft
 	disk    *disk
+	dialer  *dialer
 	layer   *layer
 	machine *machine
 	leads   chan Lead
@@ -61,8 +61,8 @@ type Node struct {
 }
 
 // Open starts a node, and returns without waiting for the others. It returns an error if the directory cannot
-// be used: it belongs to another lighthouse or cluster, to another process, or is damaged. Serve Identity and
-// Accept from then on (Register does).
+// be used: it belongs to another lighthouse or cluster, to another process, or is damaged. Register serves it from
+// then on.
 //
 // A node with an empty directory asks the others of the list. If all of them are new, the first of the list
 // starts the cluster. If one is in a cluster, this node waits to be added to that cluster.
@@ -106,12 +106,12 @@ func prepare(cfg Config) (*Node, error) {
 	if err := n.openDir(); err != nil {
 		return nil, fmt.Errorf("--state_dir is %q: %w", cfg.Dir, err)
 	}
-	n.name = nameOf(cfg.Self, n.identity.Instance)
+	n.name, n.dialer = nameOf(cfg.Self, n.identity.Instance), newDialer(cfg.Dialing)
 	n.layer = &layer{
 		Queue: rpc.NewQueue(named(n.name)),
-		name:  n.name, links: cfg.Links, timeout: cfg.Timing.Call,
+		name:  n.name, dialer: n.dialer,
 		cluster: func() string { return n.Identity().Cluster }, refused: n.refused,
-		conns: map[*layered]struct{}{}, opens: time.Now().Add(cfg.Timing.Lease),
+		conns: map[*conn]struct{}{}, opens: time.Now().Add(cfg.Timing.Lease),
 	}
 	return n, nil
 }
@@ -203,10 +203,6 @@ func (n *Node) Identity() Identity {
 	return n.identity
 }
 
-// Accept takes a connection of another node, and returns when the handshake has ended. The node closes the
-// connection.
-func (n *Node) Accept(conn net.Conn) { n.layer.accept(conn) }
-
 // leave ends the node's part in the cluster, for good: nothing is sent after it returns. Close still has to
 // be called.
 func (n *Node) leave(why error) {
@@ -280,6 +276,7 @@ func (n *Node) Close() {
 	<-n.shut
 	n.tasks.Wait()
 	_ = n.layer.Close()
+	n.dialer.close()
 	if err := n.disk.Close(); err != nil {
 		n.log.Warn("torchft: the state directory was not closed", "dir", n.cfg.Dir, "error", err)
 	}
@@ -354,6 +351,7 @@ func Recover(cfg Config) error {
 		return err
 	}
 	defer func() { _ = n.disk.Close() }()
+	defer n.dialer.close()
 	if n.identity.Cluster == "" {
 		return fmt.Errorf("--state_dir is %q: it has no cluster that could be recovered", cfg.Dir)
 	}

@@ -2,19 +2,19 @@ package replica
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"log/slog"
-	"net"
 	"time"
+
+	"github.com/torchft/torchft/go/internal/rpc"
 )
 
 // Config are the settings of a node.
 type Config struct {
-	Cluster []string // the addresses of all lighthouses, from ParseCluster
-	Self    string   // which of them is this one
-	Dir     string   // for the log, snapshots and the identity; required, and only for this node
-	Links   Links    // connections to the others
+	Cluster []string    // the addresses of all lighthouses, from ParseCluster
+	Self    string      // which of them is this one
+	Dir     string      // for the log, snapshots and the identity; required, and only for this node
+	Dialing rpc.Dialing // of connections to the others
 	Logger  *slog.Logger
 	Timing  Timing // zero: the defaults
 
@@ -42,14 +42,6 @@ func (t Timing) withDefaults() Timing {
 	t.Call = cmp.Or(t.Call, time.Second)
 	t.Disk = cmp.Or(t.Disk, 2*time.Second)
 	return t
-}
-
-// Links opens connections to other lighthouses of the cluster. Dialer is the real one.
-type Links interface {
-	// Dial returns a connection that the node at the address gets with Accept.
-	Dial(ctx context.Context, address string) (net.Conn, error)
-	// Identify returns the Identity of the node at the address.
-	Identify(ctx context.Context, address string) (Identity, error)
 }
 
 // Identity is what a lighthouse tells about itself.

@@ -2,12 +2,9 @@ package replica_test
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
-	"net"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -17,7 +14,9 @@ import (
 	"github.com/hashicorp/raft"
 	"github.com/stretchr/testify/require"
 
+	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/replica"
 )
 
@@ -113,7 +112,7 @@ func (w *world) close() {
 
 func (h *host) config() replica.Config {
 	return replica.Config{
-		Cluster: h.list, Self: h.address, Dir: h.dir, Links: wires{h},
+		Cluster: h.list, Self: h.address, Dir: h.dir, Dialing: rpc.Dialing{Network: h.network()},
 		Logger: slog.New(slog.NewTextHandler(h.log, &slog.HandlerOptions{Level: slog.LevelDebug})),
 	}
 }
@@ -126,6 +125,7 @@ func (h *host) start() *replica.Node {
 }
 
 func (h *host) open() (*replica.Node, error) {
+	h.network().Revive()
 	disk := &handle{Store: h.memory, until: make(chan struct{})}
 	n, err := replica.Open(context.Background(),
 		h.config().With(func(dir string) (_ replica.Store, err error) {
@@ -137,20 +137,13 @@ func (h *host) open() (*replica.Node, error) {
 	if err != nil {
 		return nil, err
 	}
-	h.network().Revive()
 	lis, err := h.network().Listen(":1")
 	require.NoError(h.world.t, err)
-	h.node, h.disk = n, disk
-	h.stop = func() { _ = lis.Close() }
-	go func() {
-		for {
-			conn, err := lis.Accept()
-			if err != nil {
-				return
-			}
-			go serve(n, conn)
-		}
-	}()
+	gate, err := rpc.NewGate(auth.Security{}, rpc.Limits{}, h.config().Logger)
+	require.NoError(h.world.t, err)
+	g := rpc.NewGRPC(gate, h.config().Logger)
+	replica.Register(g, n)
+	h.node, h.disk, h.stop = n, disk, rpc.Serve(lis, gate, g, nil, h.config().Logger).Stop
 	return n, nil
 }
 
@@ -177,46 +170,6 @@ func (h *host) end(cut func()) {
 	h.node = nil
 	n.Close()
 	h.stop()
-}
-
-// wires are links over connections of the network. The first byte tells what they are for.
-type wires struct{ from *host }
-
-func (w wires) open(ctx context.Context, address, kind string) (net.Conn, error) {
-	conn, err := w.from.network().Dial(ctx, address[len("http://"):])
-	if err == nil {
-		_, err = io.WriteString(conn, kind)
-	}
-	return conn, err
-}
-
-func (w wires) Dial(ctx context.Context, address string) (net.Conn, error) {
-	return w.open(ctx, address, "L")
-}
-
-func (w wires) Identify(ctx context.Context, address string) (id replica.Identity, err error) {
-	conn, err := w.open(ctx, address, "I")
-	if err != nil {
-		return id, err
-	}
-	defer func() { _ = conn.Close() }()
-	until, _ := ctx.Deadline()
-	_ = conn.SetDeadline(until)
-	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
-	defer stop()
-	return id, json.NewDecoder(conn).Decode(&id)
-}
-
-func serve(n *replica.Node, conn net.Conn) {
-	kind := make([]byte, 1)
-	_ = conn.SetReadDeadline(time.Now().Add(5 * time.Second))
-	if _, err := io.ReadFull(conn, kind); err != nil || kind[0] == 'I' {
-		_ = json.NewEncoder(conn).Encode(n.Identity())
-		_ = conn.Close()
-		return
-	}
-	_ = conn.SetReadDeadline(time.Time{})
-	n.Accept(conn)
 }
 
 // memory is the content of a disk.

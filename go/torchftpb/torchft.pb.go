@@ -4047,6 +4047,7 @@ func (x *PlacedState) GetCommitFailures() int64 {
 type Frame struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Data          []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
+	Hello         *Hello                 `protobuf:"bytes,2,opt,name=hello,proto3" json:"hello,omitempty"` // in the first one, instead of data; it is answered by an empty frame, or an error
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4088,6 +4089,74 @@ func (x *Frame) GetData() []byte {
 	return nil
 }
 
+func (x *Frame) GetHello() *Hello {
+	if x != nil {
+		return x.Hello
+	}
+	return nil
+}
+
+// Which node of which cluster a connection is for. A node has the name ADDRESS#INSTANCE.
+type Hello struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Cluster       string                 `protobuf:"bytes,1,opt,name=cluster,proto3" json:"cluster,omitempty"`
+	From          string                 `protobuf:"bytes,2,opt,name=from,proto3" json:"from,omitempty"`
+	To            string                 `protobuf:"bytes,3,opt,name=to,proto3" json:"to,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Hello) Reset() {
+	*x = Hello{}
+	mi := &file_torchft_proto_msgTypes[44]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Hello) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Hello) ProtoMessage() {}
+
+func (x *Hello) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[44]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Hello.ProtoReflect.Descriptor instead.
+func (*Hello) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{44}
+}
+
+func (x *Hello) GetCluster() string {
+	if x != nil {
+		return x.Cluster
+	}
+	return ""
+}
+
+func (x *Hello) GetFrom() string {
+	if x != nil {
+		return x.From
+	}
+	return ""
+}
+
+func (x *Hello) GetTo() string {
+	if x != nil {
+		return x.To
+	}
+	return ""
+}
+
 type IdentifyRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	unknownFields protoimpl.UnknownFields
@@ -4096,7 +4165,7 @@ type IdentifyRequest struct {
 
 func (x *IdentifyRequest) Reset() {
 	*x = IdentifyRequest{}
-	mi := &file_torchft_proto_msgTypes[44]
+	mi := &file_torchft_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4108,7 +4177,7 @@ func (x *IdentifyRequest) String() string {
 func (*IdentifyRequest) ProtoMessage() {}
 
 func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[44]
+	mi := &file_torchft_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4121,7 +4190,7 @@ func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyRequest.ProtoReflect.Descriptor instead.
 func (*IdentifyRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{44}
+	return file_torchft_proto_rawDescGZIP(), []int{45}
 }
 
 // The identity of a lighthouse in its cluster.
@@ -4137,7 +4206,7 @@ type IdentifyResponse struct {
 
 func (x *IdentifyResponse) Reset() {
 	*x = IdentifyResponse{}
-	mi := &file_torchft_proto_msgTypes[45]
+	mi := &file_torchft_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4149,7 +4218,7 @@ func (x *IdentifyResponse) String() string {
 func (*IdentifyResponse) ProtoMessage() {}
 
 func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[45]
+	mi := &file_torchft_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4162,7 +4231,7 @@ func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyResponse.ProtoReflect.Descriptor instead.
 func (*IdentifyResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{45}
+	return file_torchft_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *IdentifyResponse) GetCluster() string {
@@ -4522,9 +4591,14 @@ const file_torchft_proto_rawDesc = "" +
 	"\x05place\x18\x01 \x01(\rR\x05place\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\x03R\x04step\x12.\n" +
 	"\x13committed_quorum_id\x18\x03 \x01(\x03R\x11committedQuorumId\x12'\n" +
-	"\x0fcommit_failures\x18\x04 \x01(\x03R\x0ecommitFailures\"\x1b\n" +
+	"\x0fcommit_failures\x18\x04 \x01(\x03R\x0ecommitFailures\"A\n" +
 	"\x05Frame\x12\x12\n" +
-	"\x04data\x18\x01 \x01(\fR\x04data\"\x11\n" +
+	"\x04data\x18\x01 \x01(\fR\x04data\x12$\n" +
+	"\x05hello\x18\x02 \x01(\v2\x0e.torchft.HelloR\x05hello\"E\n" +
+	"\x05Hello\x12\x18\n" +
+	"\acluster\x18\x01 \x01(\tR\acluster\x12\x12\n" +
+	"\x04from\x18\x02 \x01(\tR\x04from\x12\x0e\n" +
+	"\x02to\x18\x03 \x01(\tR\x02to\"\x11\n" +
 	"\x0fIdentifyRequest\"p\n" +
 	"\x10IdentifyResponse\x12\x18\n" +
 	"\acluster\x18\x01 \x01(\tR\acluster\x12\x12\n" +
@@ -4575,7 +4649,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 }
 
 var file_torchft_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 46)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
 var file_torchft_proto_goTypes = []any{
 	(Phase)(0),                          // 0: torchft.Phase
 	(Notice_Kind)(0),                    // 1: torchft.Notice.Kind
@@ -4623,13 +4697,14 @@ var file_torchft_proto_goTypes = []any{
 	(*QuorumStates)(nil),                // 43: torchft.QuorumStates
 	(*PlacedState)(nil),                 // 44: torchft.PlacedState
 	(*Frame)(nil),                       // 45: torchft.Frame
-	(*IdentifyRequest)(nil),             // 46: torchft.IdentifyRequest
-	(*IdentifyResponse)(nil),            // 47: torchft.IdentifyResponse
-	(*timestamppb.Timestamp)(nil),       // 48: google.protobuf.Timestamp
+	(*Hello)(nil),                       // 46: torchft.Hello
+	(*IdentifyRequest)(nil),             // 47: torchft.IdentifyRequest
+	(*IdentifyResponse)(nil),            // 48: torchft.IdentifyResponse
+	(*timestamppb.Timestamp)(nil),       // 49: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	2,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	48, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	49, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	2,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
 	3,  // 3: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
 	8,  // 4: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
@@ -4671,35 +4746,36 @@ var file_torchft_proto_depIdxs = []int32{
 	20, // 40: torchft.LighthouseMessage.notice:type_name -> torchft.Notice
 	42, // 41: torchft.LighthouseMessage.delivery:type_name -> torchft.Delivery
 	43, // 42: torchft.Delivery.states:type_name -> torchft.QuorumStates
-	48, // 43: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	49, // 43: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
 	44, // 44: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	4,  // 45: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	6,  // 46: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	8,  // 47: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	10, // 48: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	12, // 49: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	14, // 50: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	18, // 51: torchft.RankService.Session:input_type -> torchft.RankRequest
-	16, // 52: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
-	34, // 53: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	45, // 54: torchft.ClusterService.Link:input_type -> torchft.Frame
-	46, // 55: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
-	5,  // 56: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	7,  // 57: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	9,  // 58: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	11, // 59: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	13, // 60: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	15, // 61: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	19, // 62: torchft.RankService.Session:output_type -> torchft.RankResponse
-	17, // 63: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
-	39, // 64: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	45, // 65: torchft.ClusterService.Link:output_type -> torchft.Frame
-	47, // 66: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
-	56, // [56:67] is the sub-list for method output_type
-	45, // [45:56] is the sub-list for method input_type
-	45, // [45:45] is the sub-list for extension type_name
-	45, // [45:45] is the sub-list for extension extendee
-	0,  // [0:45] is the sub-list for field type_name
+	46, // 45: torchft.Frame.hello:type_name -> torchft.Hello
+	4,  // 46: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	6,  // 47: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	8,  // 48: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	10, // 49: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	12, // 50: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	14, // 51: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	18, // 52: torchft.RankService.Session:input_type -> torchft.RankRequest
+	16, // 53: torchft.RankService.Leave:input_type -> torchft.LeaveRequest
+	34, // 54: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	45, // 55: torchft.ClusterService.Link:input_type -> torchft.Frame
+	47, // 56: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
+	5,  // 57: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	7,  // 58: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	9,  // 59: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	11, // 60: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	13, // 61: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	15, // 62: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	19, // 63: torchft.RankService.Session:output_type -> torchft.RankResponse
+	17, // 64: torchft.RankService.Leave:output_type -> torchft.LeaveResponse
+	39, // 65: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	45, // 66: torchft.ClusterService.Link:output_type -> torchft.Frame
+	48, // 67: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
+	57, // [57:68] is the sub-list for method output_type
+	46, // [46:57] is the sub-list for method input_type
+	46, // [46:46] is the sub-list for extension type_name
+	46, // [46:46] is the sub-list for extension extendee
+	0,  // [0:46] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -4772,7 +4848,7 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   46,
+			NumMessages:   47,
 			NumExtensions: 0,
 			NumServices:   5,
 		},

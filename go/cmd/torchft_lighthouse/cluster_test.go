@@ -3,10 +3,7 @@ package main
 import (
 	"bytes"
 	"context"
-	"encoding/binary"
-	"io"
 	"net"
-	"os"
 	"slices"
 	"strings"
 	"syscall"
@@ -15,12 +12,14 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/testmain"
-	"github.com/torchft/torchft/go/replica"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // local starts a cluster and a job on this host.
@@ -200,33 +199,31 @@ func TestStrangersOnThePortChangeNothing(t *testing.T) {
 				}
 				for _, with := range []auth.Security{security, {}} {
 					ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
-					dialer := replica.NewDialer(rpc.Dialing{Security: with})
-					identity, err := dialer.Identify(ctx, l.address)
+					conn, err := rpc.DialLater(rpc.Dialing{Security: with}, "lighthouse", l.address)
+					require.NoError(t, err)
+					client := torchftpb.NewClusterServiceClient(conn)
+					identity, err := client.Identify(ctx, &torchftpb.IdentifyRequest{})
 					if with == security {
 						require.NoError(t, err)
-						assert.Equal(t, l.address, identity.Self)
+						assert.Equal(t, l.address, identity.GetSelf())
 					} else {
 						assert.Error(t, err)
 					}
-					hello := `{"cluster":"another","from":"` + l.address + `","to":"` + l.address + `"}`
-					for _, handshake := range [][]byte{
-						bytes.Repeat([]byte("garbage"), 1000), append(binary.BigEndian.AppendUint16(nil, uint16(len(hello))), hello...), //nolint:gosec // short
+					for _, first := range []*torchftpb.Frame{
+						{Data: bytes.Repeat([]byte("garbage"), 1000)},
+						{Hello: &torchftpb.Hello{Cluster: "another", From: l.address, To: l.address}},
 					} {
-						link, err := dialer.Dial(ctx, l.address)
-						if err != nil {
-							continue
+						link, err := client.Link(ctx)
+						require.NoError(t, err)
+						_ = link.Send(first) // fails if the lighthouse has ended the link
+						_, err = link.Recv() // until the lighthouse ends the link
+						require.Error(t, err)
+						assert.NotEqual(t, codes.DeadlineExceeded, status.Code(err))
+						if with == security && first.GetHello() != nil {
+							assert.ErrorContains(t, err, "the cluster another")
 						}
-						// fails if the lighthouse has ended the link
-						_ = link.SetDeadline(time.Now().Add(5 * time.Second))
-						_, _ = link.Write(handshake)
-						answer, err := io.ReadAll(link) // until the lighthouse ends the link
-						assert.NotErrorIs(t, err, os.ErrDeadlineExceeded)
-						if with == security && bytes.Contains(handshake, []byte(hello)) {
-							assert.Contains(t, string(answer), "the cluster another")
-						}
-						_ = link.Close()
 					}
-					dialer.Close()
+					_ = conn.Close()
 					cancel()
 				}
 			}

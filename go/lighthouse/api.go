@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"slices"
 	"strings"
 	"time"
 
@@ -54,7 +53,7 @@ func (s *Server) apiKill(w http.ResponseWriter, r *http.Request, body about) {
 }
 
 func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, body about) {
-	j, code, err := s.holder(r, body.ReplicaID, func(j *job) bool { return j.has(body.ReplicaID) })
+	j, code, err := s.holder(r, body.ReplicaID, func(m dashboard.Member) bool { return m.Healthy })
 	if err != nil {
 		dashboard.Refuse(w, code, err)
 		return
@@ -151,12 +150,6 @@ func (s *Server) apiNotice(
 
 // errNoStream reports that a member has no stream on which the lighthouse could send it a message.
 var errNoStream = errors.New("it has no stream to this lighthouse, as groups of upstream have none")
-
-// has reports whether a member is known and alive.
-func (j *job) has(replicaID string) bool {
-	return slices.ContainsFunc(j.status().Members,
-		func(m dashboard.Member) bool { return m.ReplicaID == replicaID && m.Healthy })
-}
 
 // drain asks a member to leave.
 func (j *job) drain(replicaID, why string) error {

@@ -16,51 +16,37 @@ import (
 	"github.com/torchft/torchft/go/replica"
 )
 
-// Config has the settings of a lighthouse.
+// Config has the settings of a lighthouse. Its fields are the options of the command, and `--help` says what
+// they mean (ParseArgs); a comment here says what is different for a caller in Go.
 type Config struct {
-	// Bind is host:port to listen on, for both gRPC and HTTP. Port 0 takes a free one.
 	Bind string
 	// Hostname is the host in the announced address; empty means this machine's name, or localhost if that
 	// name does not resolve.
 	Hostname string
-	// Policy decides when a quorum forms.
 	quorum.Policy
 	// QuorumTick is the interval at which the machine checks the conditions that depend on time alone, such
 	// as timeouts.
 	QuorumTick time.Duration
-	// MaxJobs is how many jobs there may be at once.
-	MaxJobs int
+	MaxJobs    int
 	// MaxCallsPerJob bounds the calls and the members' streams that one job may have open at once, so that a
 	// faulty job leaves room for the others. A group has one stream, and two for a moment while it replaces
 	// the first.
 	MaxCallsPerJob int
-	// StateDir is the directory in which the last quorum of each job is kept; empty: it is not kept.
-	StateDir string
+	StateDir       string // empty: the last quorum of each job is not kept
 	// StateOptional lets the lighthouse start, with a warning, if StateDir cannot be used.
 	StateOptional bool
-	// Cluster has the addresses of all lighthouses of the cluster, with this one's; empty: this lighthouse is
-	// in no cluster. A lighthouse of a cluster needs StateDir.
-	Cluster []string
-	// Advertise is the address of this lighthouse in Cluster; empty: the one with a name of this host and the
-	// port of Bind.
-	Advertise string
-	// Recover makes this lighthouse the only one of its cluster, with the log in StateDir: for a cluster that
-	// has lost most of its lighthouses for good. What only they knew is lost.
-	Recover bool
-	// Security names the files with the job's token and certificates.
-	Security auth.Security
+	Cluster       []string // with this lighthouse's address; empty: it is in no cluster
+	Advertise     string   // this lighthouse in Cluster; empty: the one with a name of this host
+	Recover       bool
+	Security      auth.Security // the files with the job's token and certificates
 	// AllowRemoteKill lets every client that can connect end groups of this host, if there is no token:
 	// managers of other hosts refuse that without one. Without AllowRemoteKill, only clients on this host
 	// may. If there is a token, only clients with the token may, and all groups.
-	AllowRemoteKill bool
-	// MaxConnections is how many connections may be open at once.
-	MaxConnections int
-	// MaxJoinsPerSecond is how many requests to join, or streams, one address may begin in a second.
-	MaxJoinsPerSecond int
-	// Logger is slog.Default() if nil.
-	Logger *slog.Logger
-	// Network is real TCP if nil.
-	Network rpc.Network
+	AllowRemoteKill   bool
+	MaxConnections    int
+	MaxJoinsPerSecond int          // of one address
+	Logger            *slog.Logger // nil: slog.Default()
+	Network           rpc.Network  // nil: real TCP
 
 	disk disk // zero: the operating system's
 }

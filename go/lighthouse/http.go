@@ -142,7 +142,7 @@ func plainly(w http.ResponseWriter, code int, why string) { http.Error(w, why, c
 
 // killFor ends a replica group on request; code is the HTTP status of an error.
 func (s *Server) killFor(r *http.Request, id string) (code int, err error) {
-	j, code, err := s.holder(r, id, func(j *job) bool { return j.addressOf(id) != "" })
+	j, code, err := s.holder(r, id, func(m dashboard.Member) bool { return m.Address != "" })
 	if err != nil {
 		return code, err
 	}
@@ -155,14 +155,16 @@ func (s *Server) killFor(r *http.Request, id string) (code int, err error) {
 
 // holder returns the job of the member that a request names: the job in the query, or the only job that has
 // such a member. code is the HTTP status of an error.
-func (s *Server) holder(r *http.Request, id string, has func(*job) bool) (j *job, code int, err error) {
+func (s *Server) holder(
+	r *http.Request, id string, fits func(dashboard.Member) bool,
+) (j *job, code int, err error) {
 	name := r.URL.Query().Get("job")
 	if name != "" && s.find(name) == nil {
 		return nil, http.StatusNotFound, unknownJob(name)
 	}
 	var names []string
 	for _, one := range s.allJobs() {
-		if (name == "" || one.name == name) && has(one) {
+		if (name == "" || one.name == name) && fits(one.member(id)) {
 			j, names = one, append(names, one.name)
 		}
 	}
@@ -191,13 +193,14 @@ func (s *Server) serveKill(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-func (j *job) addressOf(replicaID string) string {
+// member returns the status of a member; zero if it is not known.
+func (j *job) member(replicaID string) dashboard.Member {
 	for _, m := range j.status().Members {
 		if m.ReplicaID == replicaID {
-			return m.Address
+			return m
 		}
 	}
-	return ""
+	return dashboard.Member{}
 }
 
 // kill ends a replica group.
@@ -208,7 +211,7 @@ func (j *job) kill(ctx context.Context, replicaID, why string) error {
 	// A manager on this host accepts the request without a token if it arrives over the loopback interface.
 	with := s.dialing()
 	with.Network = rpc.PreferLoopback(with.Network)
-	conn, err := rpc.Dial(ctx, with, "manager", j.addressOf(replicaID), killTimeout)
+	conn, err := rpc.Dial(ctx, with, "manager", j.member(replicaID).Address, killTimeout)
 	if err != nil {
 		return err
 	}

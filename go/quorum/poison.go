@@ -146,8 +146,9 @@ func (p *poison) skips(e Raised, ended []string) bool {
 		return false
 	}
 	p.leaveOut(skipped{e.Digest.Step, e.Skip})
-	p.do(Report{What: UnitSkipped, Reason: fmt.Sprintf("a unit is left out: the same exception has ended %s: "+
-		"%s\n%s", strings.Join(ended, " and "), e.Digest, e.Text)})
+	p.do(Report{What: UnitSkipped,
+		Reason: fmt.Sprintf("a unit is left out: the same exception has ended %s: %s\n%s",
+			strings.Join(ended, " and "), e.Digest, e.Text)})
 	return true
 }
 

@@ -345,7 +345,7 @@ const (
 	CopyAwaited                    // a quorum waits for hosts: it would begin before the copy that they hold
 	JobRegressed                   // a quorum whose steps are below those that the job had reached
 	JobStops                       // started again as it is, it would end with the same exception
-	UnitSkipped                    // the groups leave out a unit of a batch, with which each of them would end
+	UnitSkipped                    // all groups leave out a unit of a batch, which would end each of them
 )
 
 // Cause is why a member counts as failed: the label of a metric.

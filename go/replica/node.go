@@ -61,8 +61,8 @@ type Node struct {
 }
 
 // Open starts a node, and returns without waiting for the others. It returns an error if the directory cannot
-// be used: it belongs to another lighthouse or cluster, to another process, or is damaged. Register serves it from
-// then on.
+// be used: it belongs to another lighthouse or cluster, to another process, or is damaged. Register serves the
+// node.
 //
 // A node with an empty directory asks the others of the list. If all of them are new, the first of the list
 // starts the cluster. If one is in a cluster, this node waits to be added to that cluster.

@@ -39,7 +39,7 @@ type job struct {
 	streams streams
 	latest  *delivery // the latest quorum that was delivered here; nil before the first
 	news    news
-	waitLog waitLog
+	why     why
 	board   *dashboard.Feed // for the page and the API
 	notices perMinute       // that processes of the job have told
 	stop    chan struct{}   // closed by close
@@ -191,7 +191,7 @@ func (j *job) feed(event quorum.Event) error {
 func (j *job) safely(use func()) error {
 	return rpc.Guarded(j.log, "the lighthouse", use, func(err error) {
 		j.machine = quorum.NewMachine(j.cfg.Policy, time.Now(), j.term)
-		j.waitLog = waitLog{}
+		j.why = why{}
 		j.waiters.AnswerAll(answer{err: err})
 		j.streams.renew() // the new machine does not know their greetings
 		if j.kept.Highest > 0 {
@@ -253,7 +253,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Deliver:
-			j.waitLog = waitLog{}
+			j.why = why{}
 			j.board.Round(a.Quorum.MaxStep(), len(a.Quorum.Members), a.Waited, now)
 			j.latest = newDelivery(a.Quorum, j.latest)
 			j.deliver(a.Waiters, j.latest)
@@ -325,8 +325,6 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			}, a.ReplicaID)
 		case quorum.Wake:
 			j.wake.Reset(time.Until(a.At))
-		case quorum.Waiting:
-			j.waitLog = waitLog{now, a.Reason, now}
 		}
 	}
 }

@@ -143,7 +143,6 @@ func (j *job) tick(now time.Time) {
 	if j.feed(quorum.Tick{}) != nil {
 		return
 	}
-	j.logWait(now)
 	j.mu.Lock()
 	var alive, served bool
 	_ = j.safely(func() { alive, served = j.machine.InUse() }) // it has logged an error

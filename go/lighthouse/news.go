@@ -152,6 +152,7 @@ var subjects = map[quorum.Subject]struct {
 	quorum.ClaimDoubted:    {slog.LevelWarn, "a report of a member is ignored", "", 0},
 	quorum.MemberRefused:   {slog.LevelWarn, "a member is refused", dashboard.Refused, 0},
 	quorum.MemberStraggles: {slog.LevelWarn, "a member is slower than the others", dashboard.Straggler, 0},
+	quorum.QuorumAwaited:   {slog.LevelInfo, "no quorum yet", dashboard.NoQuorum, 0},
 	quorum.CopyAwaited: {slog.LevelWarn,
 		"NO QUORUM YET: it would begin before copies of the state that hosts hold", dashboard.NoQuorum, 0},
 	quorum.JobRegressed: {slog.LevelWarn,

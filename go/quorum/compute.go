@@ -43,6 +43,8 @@ const (
 	fastPath     // every previous member asked
 	allAsked     // every healthy member asked
 	joinTimedOut // the rest did not ask in time
+
+	causes // their number
 )
 
 // decision is the result of compute, and of the checks after it. It contains numbers, from which String makes

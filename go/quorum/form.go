@@ -9,8 +9,12 @@ import (
 // This file forms quorums: it asks the parts of the machine whether the pending requests suffice for a
 // quorum, and delivers it.
 
+// reportAfter is how long requests must have been pending before it is reported why. In each step of a healthy
+// job some members wait for others for a moment.
+const reportAfter = 5 * time.Second
+
 // act decides whether there is a quorum now, and appends the resulting actions.
-func (m *Machine) act(tick bool) {
+func (m *Machine) act() {
 	m.past.refuseLate()
 	t := m.roster.tally(m.now)
 	d := m.decide(t, m.now)
@@ -27,8 +31,9 @@ func (m *Machine) act(tick bool) {
 			m.refuseAll(r, Behind, d.detail)
 		}
 	}
-	if tick && !d.ready() {
-		m.reportWaiting(d)
+	if d.cause != noRequest && !d.ready() && d.tally.waited >= reportAfter && !m.reported[d.cause] {
+		m.reported[d.cause] = true
+		m.do(Report{What: QuorumAwaited, Reason: m.roster.explain(d)})
 	}
 }
 
@@ -95,7 +100,7 @@ func (m *Machine) deliver(d decision) {
 	if d.regress != "" {
 		m.do(Report{What: JobRegressed, QuorumID: q.ID, Step: q.MaxStep(), Reason: d.regress})
 	}
-	m.reported, m.reconnect = noRequest, reconnect{}
+	m.reported, m.reconnect = [causes]bool{}, reconnect{}
 	m.suspicion.forget()
 	m.seats.taken = false
 	m.watch.next(!d.changed)
@@ -113,16 +118,4 @@ func (m *Machine) whyFresh(d decision, failing string) string {
 		reason += "; a member knows another quorum than the latest of this lighthouse"
 	}
 	return reason + m.drains.whoLeft()
-}
-
-// reportWaiting reports at a tick why there is no quorum, once for each new reason. It does so only for
-// requests that have been pending since the previous tick: those of a healthy job are answered sooner, and
-// reports of them would flood the log.
-func (m *Machine) reportWaiting(d decision) {
-	joined := m.now.Add(-d.tally.waited)
-	if d.cause == noRequest || d.cause == m.reported || joined.After(m.lastTick) {
-		return
-	}
-	m.reported = d.cause
-	m.do(Waiting{Reason: m.roster.explain(d)})
 }

@@ -29,9 +29,8 @@ type Machine struct {
 	seats      seats      // newcomers that are held back
 	search     search     // for a quorum that a member knows, and this lighthouse does not
 
-	lastTick time.Time
-	wakeAt   time.Time // of the latest Wake, zero if there is nothing to wake for
-	reported cause     // of the last Waiting since the latest quorum
+	wakeAt   time.Time    // of the latest Wake, zero if there is nothing to wake for
+	reported [causes]bool // since the latest quorum: why there is no other one (QuorumAwaited)
 }
 
 // maxKnownID is the largest quorum id that a member may claim to know. From a larger one, new ids would soon
@@ -41,7 +40,7 @@ const maxKnownID = math.MaxInt64 / 2
 // NewMachine returns the machine of a lighthouse that starts at the given time. The term is that of the
 // leader of a cluster, and 0 for a lighthouse without one. The policy must be valid.
 func NewMachine(policy Policy, start time.Time, term int64) *Machine {
-	m := &Machine{core: newCore(policy, start, term), lastTick: start}
+	m := &Machine{core: newCore(policy, start, term)}
 	shared, past := &m.core, &m.past
 	m.past = memory{core: shared, floor: firstID(term, start.UnixMilli())}
 	m.drains = drains{core: shared, past: past}
@@ -77,13 +76,9 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 	m.reportFailures()
 	m.standing.advance(m.search.pending(m.now))
 	m.reportFailures() // a member that has left
-	_, tick := event.(Tick)
 	if decide {
-		m.act(tick)
+		m.act()
 		m.seats.assign() // a quorum that was formed may have left members out
-	}
-	if tick {
-		m.lastTick = m.now
 	}
 	m.wake()
 	return m.actions

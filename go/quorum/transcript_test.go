@@ -51,6 +51,7 @@ type scribe struct {
 	machine *Machine
 	now     time.Time
 	waiters WaiterID
+	waited  cause // the last that was shown since the latest quorum
 }
 
 func (r *scribe) begin(args []string) *Machine {
@@ -77,7 +78,7 @@ func (r *scribe) run(words []string) []string {
 	args := words[1:]
 	switch words[0] {
 	case "policy":
-		r.now, r.waiters = time.UnixMilli(1000).UTC(), 0
+		r.now, r.waiters, r.waited = time.UnixMilli(1000).UTC(), 0, noRequest
 		r.machine = r.begin(args)
 		return nil
 	case "ask":
@@ -199,7 +200,7 @@ func (r *scribe) run(words []string) []string {
 	case "woken":
 		return r.step(Woken{})
 	case "tick":
-		return r.step(Tick{})
+		return append(r.step(Tick{}), r.waits()...)
 	case "wait":
 		r.now = r.now.Add(transcript.Duration(r.t, args[0]))
 		return nil
@@ -215,6 +216,7 @@ func (r *scribe) step(e Event) []string {
 	for _, action := range r.machine.Step(e, r.now) {
 		switch a := action.(type) {
 		case Deliver:
+			r.waited = noRequest
 			members := ""
 			for _, m := range a.Quorum.Members {
 				members += fmt.Sprintf(" %s(step %d)", m.ReplicaID, m.Step)
@@ -255,6 +257,8 @@ func (r *scribe) step(e Event) []string {
 			answers = append(answers, fmt.Sprintf("ask %s for quorum %d", a.ReplicaID, a.QuorumID))
 		case Report:
 			switch a.What {
+			case QuorumAwaited:
+				answers = append(answers, "no quorum yet: "+a.Reason)
 			case ClaimDoubted:
 				answers = append(answers, fmt.Sprintf("%s is not believed: %s", a.ReplicaID, a.Reason))
 			case MemberRefused:
@@ -303,11 +307,20 @@ func (r *scribe) step(e Event) []string {
 			answers = append(answers, a.ReplicaID+" is released")
 		case Wake:
 			answers = append(answers, fmt.Sprintf("wake in %s", a.At.Sub(r.now)))
-		case Waiting:
-			answers = append(answers, "waiting: "+a.Reason)
 		}
 	}
 	return answers
+}
+
+// waits returns why there is no quorum, once for each reason.
+func (r *scribe) waits() []string {
+	m := r.machine
+	d := m.decide(m.roster.tally(m.now), m.now)
+	if d.cause == noRequest || d.ready() || d.cause == r.waited {
+		return nil
+	}
+	r.waited = d.cause
+	return []string{"waiting: " + m.roster.explain(d)}
 }
 
 func (r *scribe) phase(args []string) Phase {

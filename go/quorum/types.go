@@ -308,8 +308,6 @@ type (
 	Release struct{ ReplicaID string }
 	// Wake asks for Woken at a time. It replaces an earlier Wake.
 	Wake struct{ At time.Time }
-	// Waiting reports why there is no quorum, once for each new reason, for the log.
-	Waiting struct{ Reason string }
 )
 
 func (Deliver) isAction()      {}
@@ -333,7 +331,6 @@ func (Judged) isAction()       {}
 func (Drain) isAction()        {}
 func (Release) isAction()      {}
 func (Wake) isAction()         {}
-func (Waiting) isAction()      {}
 
 // Subject is what a Report is about.
 type Subject int
@@ -342,6 +339,7 @@ const (
 	ClaimDoubted    Subject = iota // a claim of a member that this lighthouse ignores
 	MemberRefused                  // a member that no quorum of this job may include, at each of its requests
 	MemberStraggles                // a member of the latest quorum has become slower than the others
+	QuorumAwaited                  // requests have been pending for long; each reason once until the next quorum
 	CopyAwaited                    // a quorum waits for hosts: it would begin before the copy that they hold
 	JobRegressed                   // a quorum whose steps are below those that the job had reached
 	JobStops                       // started again as it is, it would end with the same exception

@@ -1,7 +1,6 @@
 package dashboard
 
 import (
-	"cmp"
 	"slices"
 	"time"
 
@@ -24,23 +23,13 @@ const (
 	Failed   State = "failed"
 )
 
-// Row has the data of one member that the page shows.
+// Row is a member as the page shows it: its status, without what changes at each look.
 type Row struct {
-	ID    string `json:"id"`
-	State State  `json:"state"`
-	Since int64  `json:"since"` // when the state began, in milliseconds since 1970
-	Step  int64  `json:"step"`
+	Member
+	State State `json:"state"`
+	Since int64 `json:"since"` // when the state began, in milliseconds since 1970
 	// time of a failed member's last sign of life, in milliseconds since 1970, rounded to seconds; else 0
-	HeardOf  int64  `json:"heard_of"`
-	Address  string `json:"address"`
-	Ranks    uint64 `json:"ranks"`
-	Failures int64  `json:"failures"` // failed commits in a row
-
-	HealReceived int64  `json:"heal_received,omitempty"` // received bytes of the state of its peer
-	HealTotal    int64  `json:"heal_total,omitempty"`
-	Why          string `json:"why,omitempty"` // the reason of its state, if there is one
-	Phase        string `json:"phase,omitempty"`
-	Slow         bool   `json:"slow,omitempty"` // it is a straggler
+	HeardOf int64 `json:"heard_of"`
 }
 
 // Head is the state of the job as a whole.
@@ -139,17 +128,11 @@ func headOf(old Head, s Status, now time.Time) Head {
 }
 
 func follow(old Row, known bool, m Member, now time.Time) Row {
-	beat := now.Add(-time.Duration(m.HeartbeatAgeMS) * time.Millisecond)
-	row := Row{
-		ID: m.ReplicaID, State: stateOf(m.MemberStatus), Since: old.Since, Step: m.Step,
-		HeardOf: beat.Truncate(time.Second).UnixMilli(),
-		Address: m.Address, Ranks: m.WorldSize, Failures: m.CommitFailures,
-		HealReceived: m.HealReceived, HealTotal: m.HealTotal,
-		Why:   cmp.Or(m.Stalled, m.Out, m.Draining, m.Straggler),
-		Phase: m.Phase, Slow: m.Straggler != "",
-	}
-	if row.State != Failed {
-		row.HeardOf = 0 // not shown while it is alive: otherwise each heartbeat would change its row
+	row := Row{Member: m, State: stateOf(m.MemberStatus), Since: old.Since}
+	row.HeartbeatAgeMS, row.WaitingMS, row.PhaseMS, row.OwnMS = 0, 0, 0, 0
+	if row.State == Failed {
+		beat := now.Add(-time.Duration(m.HeartbeatAgeMS) * time.Millisecond)
+		row.HeardOf = beat.Truncate(time.Second).UnixMilli()
 	}
 	if !m.InQuorum && !m.Waiting {
 		row.Step = old.Step // the status has the steps of the latest quorum and of pending requests only

@@ -40,7 +40,7 @@ const short = (text) => text.replace(/(:[0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-
 // Messages from the lighthouse
 
 function takeWhole(data) {
-  state.rows = new Map(data.rows.map((row) => [row.id, row]));
+  state.rows = new Map(data.rows.map((row) => [row.replica_id, row]));
   state.points = data.points;
   if (data.last < state.lastEvent) { // another lighthouse, which counts from the start
     Object.assign(state, { events: [], lastEvent: 0 });
@@ -53,7 +53,7 @@ function takeWhole(data) {
 }
 
 function takeChange(data) {
-  for (const row of data.rows) state.rows.set(row.id, row);
+  for (const row of data.rows) state.rows.set(row.replica_id, row);
   for (const id of data.removed || []) state.rows.delete(id);
   state.head = data.head;
   if (data.point) {
@@ -176,11 +176,11 @@ function drawChart() {
 
 function drawRows() {
   const wanted = at("filter").value.toLowerCase();
-  const all = [...state.rows.values()].filter((row) => row.id.toLowerCase().includes(wanted));
-  all.sort((a, b) => ORDER.indexOf(a.state) - ORDER.indexOf(b.state) || (a.id < b.id ? -1 : 1));
+  const all = [...state.rows.values()].filter((row) => row.replica_id.toLowerCase().includes(wanted));
+  all.sort((a, b) => ORDER.indexOf(a.state) - ORDER.indexOf(b.state) || (a.replica_id < b.replica_id ? -1 : 1));
   const body = at("rows");
   const old = new Map([...body.children].map((tr) => [tr.dataset.id, tr]));
-  const shown = all.slice(0, MOST_ROWS).map((row) => drawRow(old.get(row.id), row));
+  const shown = all.slice(0, MOST_ROWS).map((row) => drawRow(old.get(row.replica_id), row));
   body.replaceChildren(...shown);
   at("more").textContent = all.length > MOST_ROWS ? `and ${all.length - MOST_ROWS} more: search for them` : "";
   const counts = new Map();
@@ -191,33 +191,33 @@ function drawRows() {
 function drawRow(tr, row) {
   if (!tr) {
     tr = document.createElement("tr");
-    tr.dataset.id = row.id;
+    tr.dataset.id = row.replica_id;
     for (let i = 0; i < 7; i++) tr.append(document.createElement("td"));
     for (const [text, ask] of [["drain", "drain"], ["end it", "kill"]]) {
       const button = element("button", text, ask);
-      button.addEventListener("click", () => askTo(ask, row.id));
+      button.addEventListener("click", () => askTo(ask, row.replica_id));
       tr.children[6].append(button, " ");
     }
     for (const i of [3, 4]) tr.children[i].className = "number";
   }
   const cells = tr.children;
-  cells[0].textContent = short(row.id);
-  cells[0].title = row.id;
+  cells[0].textContent = short(row.replica_id);
+  cells[0].title = row.replica_id;
   const heal = row.heal_total ? ` ${gigabytes(row.heal_received || 0)} of ${gigabytes(row.heal_total)}` : "";
   const phase = row.state === "training" && row.phase && row.phase !== "training" ? `: ${row.phase.replace("_", " ")}` : "";
-  cells[1].textContent = row.state + phase + (row.slow ? ", slower than the others" : "") + heal + (row.failures ? `, ${some(row.failures, "commit")} failed` : "");
+  cells[1].textContent = row.state + phase + (row.straggler ? ", slower than the others" : "") + heal + (row.commit_failures ? `, ${some(row.commit_failures, "commit")} failed` : "");
   if (row.heal_total) {
     const bar = element("progress");
     bar.max = row.heal_total;
     bar.value = row.heal_received || 0;
     cells[1].append(bar);
   }
-  cells[1].title = row.why || "";
+  cells[1].title = row.stalled || row.out || row.draining || row.straggler || "";
   cells[1].className = row.state;
   cells[2].textContent = ago(row.since);
   cells[3].textContent = row.step;
-  cells[4].textContent = row.ranks || "";
-  cells[5].textContent = row.address;
+  cells[4].textContent = row.world_size || "";
+  cells[5].textContent = row.address || "";
   return tr;
 }
 

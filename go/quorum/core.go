@@ -68,20 +68,18 @@ func (c *core) refuse(w WaiterID, why Refusal, reason string) {
 	c.do(Refuse{w, why, reason})
 }
 
-// refuseAll ends the requests of a member.
-func (c *core) refuseAll(r *record, why Refusal, reason string) {
-	for _, w := range r.waiters(anyRequest) {
-		c.refuse(w, why, reason)
+// refusePending ends the request of a member, if it has one.
+func (c *core) refusePending(r *record, why Refusal, reason string) {
+	if r.waiting() {
+		c.refuse(r.request.waiter, why, reason)
 	}
 }
 
 // misfits refuses a member that no quorum may include, and lets it count as failed until it asks again, so
 // that no decision waits for it. A member of the latest quorum is excepted: peers may still be in a step with
 // it.
-func (c *core) misfits(id string, waiters []WaiterID, reason string) {
-	for _, w := range waiters {
-		c.refuse(w, Misfit, reason)
-	}
+func (c *core) misfits(id string, w WaiterID, reason string) {
+	c.refuse(w, Misfit, reason)
 	c.do(Report{What: MemberRefused, ReplicaID: id, Reason: reason})
 	if r := c.roster.members[id]; r != nil && r.alive() && !r.waiting() && !r.previous {
 		c.fail(r, "", reason) // it is in no step, so its failure is not reported
@@ -91,8 +89,7 @@ func (c *core) misfits(id string, waiters []WaiterID, reason string) {
 // newest accepts a request that is newer than all earlier ones of its member. A delayed request has an old
 // step: if it were accepted, it could complete a quorum at a step that its member has left, and the groups
 // would divide their gradients by different numbers. If two processes number their requests and use one
-// replica id, the one that started later is accepted, since its numbers are larger (replaces), and the
-// requests of the other are refused.
+// replica id, the one that started later is accepted, since its numbers are larger (replaces).
 func (c *core) newest(e Asked) (newest, replaces bool) {
 	r := c.roster.members[e.Member.ReplicaID]
 	another := r != nil && r.address != "" && r.address != e.Member.Address
@@ -103,13 +100,21 @@ func (c *core) newest(e Asked) (newest, replaces bool) {
 	case !inOrder:
 		c.refuse(e.Waiter, Overtaken, "a newer request of "+e.Member.ReplicaID+" came before this one")
 		return false, false
-	case another:
-		for _, w := range r.waiters(func(q request) bool { return q.member.Address != e.Member.Address }) {
-			c.replaced(w, r.id, e.Member.Address)
-		}
-		return true, true
 	}
-	return true, false
+	return true, another
+}
+
+// accept makes a request the pending one of its member. An earlier one is refused: a retry came before it was
+// withdrawn, or another process asks.
+func (c *core) accept(e Asked) {
+	earlier := c.roster.ask(e, c.now)
+	switch id := e.Member.ReplicaID; {
+	case earlier == nil:
+	case earlier.member.Address != e.Member.Address:
+		c.replaced(earlier.waiter, id, e.Member.Address)
+	default:
+		c.refuse(earlier.waiter, Overtaken, "a newer request of "+id+" came after this one")
+	}
 }
 
 // replaced refuses a request because a process that started later uses the same replica id.

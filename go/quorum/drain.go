@@ -40,7 +40,7 @@ func (d *drains) drained(e Drained) {
 	r.draining = e.Reason
 	d.do(Drain(e))
 	if r.held { // it may wait for a step for ever
-		d.refuseAll(r, Unneeded, "this standby is not needed: it is asked to leave")
+		d.refusePending(r, Unneeded, "this standby is not needed: it is asked to leave")
 	}
 }
 
@@ -52,7 +52,7 @@ func (d *drains) leaving(id string) {
 		return
 	}
 	// A pending request would put it into the next quorum, in which it does not train.
-	d.refuseAll(r, Left, "member "+id+" has announced that it leaves")
+	d.refusePending(r, Left, "member "+id+" has announced that it leaves")
 	if r.alive() {
 		// Its failure is not reported: its peers must not abort the step, which they may still be completing.
 		d.roster.markFailed(r, "", "it left, as it was asked to", d.now)

@@ -56,7 +56,7 @@ func (m *memory) refuseLate() {
 	for _, r := range late {
 		reason := fmt.Sprintf("the training has ended: it was complete at step %d, before %s came back",
 			m.end.Step, r.id)
-		m.refuseAll(r, Ended, reason)
+		m.refusePending(r, Ended, reason)
 		m.roster.markFailed(r, "", reason, m.now) // no group waits for it; it is in no step
 	}
 }

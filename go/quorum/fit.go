@@ -55,12 +55,12 @@ func (m *memory) outfit(e Asked) {
 	for element := m.roster.queue.Front(); element != nil; {
 		r := element.Value.(*record)
 		element = element.Next() // before a refusal removes r from the queue
-		if r.previous || !r.newest().recallable {
+		if r.previous || !r.request.recallable {
 			continue
 		}
 		for _, p := range properties {
 			if of := r.member(); p.compare(of, &e.Member) == different {
-				m.misfits(r.id, r.waiters(anyRequest), p.reason(of, &e.Member))
+				m.misfits(r.id, r.request.waiter, p.reason(of, &e.Member))
 				break
 			}
 		}

@@ -9,8 +9,8 @@ import (
 // This file forms quorums: it asks the parts of the machine whether the pending requests suffice for a
 // quorum, and delivers it.
 
-// reportAfter is how long requests must have been pending before it is reported why. In each step of a healthy
-// job some members wait for others for a moment.
+// reportAfter is how long requests must have been pending before it is reported why. In each step of a
+// healthy job some members wait for others for a moment.
 const reportAfter = 5 * time.Second
 
 // act decides whether there is a quorum now, and appends the resulting actions.
@@ -28,7 +28,7 @@ func (m *Machine) act() {
 	case d.cause == forbidden:
 		slices.SortFunc(d.in, byID)
 		for _, r := range d.in {
-			m.refuseAll(r, Behind, d.detail)
+			m.refusePending(r, Behind, d.detail)
 		}
 	}
 	if d.cause != noRequest && !d.ready() && d.tally.waited >= reportAfter && !m.reported[d.cause] {
@@ -82,7 +82,7 @@ func (m *Machine) deliver(d decision) {
 	m.search.delivers()
 	answer := Deliver{Quorum: q, Waited: d.tally.waited, Waiters: make([]WaiterID, 0, len(d.in))}
 	for _, r := range d.in {
-		answer.Waiters = m.roster.answer(answer.Waiters, r, m.now)
+		answer.Waiters = append(answer.Waiters, m.roster.answer(r, m.now))
 	}
 	m.roster.joinAgain(m.now)
 

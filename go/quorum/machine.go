@@ -194,7 +194,7 @@ func (m *Machine) asked(e Asked) bool {
 	// A request that does not fit the job is refused before the roster counts it as a heartbeat: otherwise
 	// the others would wait for a member that counts as healthy, and that no quorum may include.
 	if reason := m.past.misfit(e); reason != "" {
-		m.misfits(id, []WaiterID{e.Waiter}, reason)
+		m.misfits(id, e.Waiter, reason)
 		return false
 	}
 	if reason := m.search.doubt(e); reason != "" {
@@ -226,7 +226,7 @@ func (m *Machine) asked(e Asked) bool {
 		r.number = max(r.number, e.Number)
 		return false
 	}
-	m.roster.ask(e, m.now)
+	m.accept(e)
 	m.seats.assign()
 	m.standing.joins(m.roster.members[id])
 	m.past.outfit(e)

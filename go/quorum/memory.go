@@ -218,7 +218,7 @@ func (m *memory) newID(reconnects bool) int64 {
 // members have received.
 func (m *memory) isKnownTo(in []*record) bool {
 	return m.latest == nil || !m.adopted || !slices.ContainsFunc(in,
-		func(r *record) bool { return r.newest().known != m.latest.ID })
+		func(r *record) bool { return r.request.known != m.latest.ID })
 }
 
 // follow makes a quorum that was formed here the latest one.

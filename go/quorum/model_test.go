@@ -194,6 +194,12 @@ func (m *model) asked(e Asked, now time.Time) bool {
 	}
 	m.beat(id, now)
 	m.facts[id].out, m.facts[id].ending = false, false
+	for _, a := range m.waiting {
+		if a.Member.ReplicaID == id {
+			m.does("refuse", a.Waiter) // a newer request came
+		}
+	}
+	m.waiting = slices.DeleteFunc(m.waiting, func(a Asked) bool { return a.Member.ReplicaID == id })
 	m.waiting = append(m.waiting, e)
 	if m.latest == nil || e.Member.Step >= max(m.latest.Past().Step, m.newestCopy().Step) {
 		m.behind = time.Time{}

@@ -123,7 +123,7 @@ func (p *poison) record(e Raised) {
 		}
 		p.do(Report{What: JobStops, Reason: p.verdict})
 		for _, r := range slices.SortedFunc(maps.Values(p.roster.members), byID) {
-			p.refuseAll(r, Poisoned, p.verdict)
+			p.refusePending(r, Poisoned, p.verdict)
 		}
 	}
 }

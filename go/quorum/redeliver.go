@@ -45,9 +45,7 @@ func (m *Machine) redeliverPending() {
 		missed = append(missed, r)
 	}
 	for _, r := range missed {
-		for _, w := range m.roster.answer(nil, r, m.now) {
-			m.do(Redeliver{w, m.past.latest})
-		}
+		m.do(Redeliver{m.roster.answer(r, m.now), m.past.latest})
 		m.standing.redelivered(r)
 	}
 }

@@ -3,7 +3,6 @@ package quorum
 import (
 	"container/list"
 	"fmt"
-	"slices"
 	"strings"
 	"time"
 )
@@ -21,10 +20,8 @@ type record struct {
 
 	presumed bool // it counts as alive because it was in the last quorum, although it has sent nothing yet
 
-	// pending ones, the newest last; more than one if a retry arrived before the earlier request was
-	// withdrawn
-	requests []request
-	number   uint64 // of the newest request
+	request *request // the pending one; nil: none
+	number  uint64   // of the newest request
 	// of its manager server, from the newest request or from the last quorum; empty if it was in neither
 	address string
 
@@ -69,7 +66,7 @@ type request struct {
 
 func (r *record) alive() bool { return r.pulse != nil && r.out == "" }
 
-func (r *record) waiting() bool { return len(r.requests) > 0 }
+func (r *record) waiting() bool { return r.request != nil }
 
 func (r *record) candidate() bool { return r.alive() && r.waiting() && !r.held }
 
@@ -80,28 +77,14 @@ const OnlyBeats = "it has sent heartbeats only, and has not asked for a quorum y
 // byID orders members by replica_id.
 func byID(a, b *record) int { return strings.Compare(a.id, b.id) }
 
-// member returns the member record of the newest request. At least one request must be pending.
-func (r *record) member() *Member { return &r.newest().member }
-
-func (r *record) newest() *request { return &r.requests[len(r.requests)-1] }
-
-// waiters returns the waiters of the pending requests for which holds is true.
-func (r *record) waiters(holds func(request) bool) (ids []WaiterID) {
-	for _, q := range r.requests {
-		if holds(q) {
-			ids = append(ids, q.waiter)
-		}
-	}
-	return ids
-}
-
-func anyRequest(request) bool { return true }
+// member returns the member record of the pending request. There must be one.
+func (r *record) member() *Member { return &r.request.member }
 
 // roster keeps the records of the members and counts them.
 //
 // Invariants:
 //
-//  1. Every change of a field that counts depend on (pulse, out, presumed, requests, previous, held) goes
+//  1. Every change of a field that counts depend on (pulse, out, presumed, request, previous, held) goes
 //     through update, which takes the member out of the counts and adds it again. So after every event,
 //     counts equals a recount of all members.
 //  2. A member has a record in members while it is alive, has a pending request, or is in the latest quorum,
@@ -273,16 +256,21 @@ func (s *roster) presume(id string, now time.Time) *record {
 	return r
 }
 
-// ask adds a pending request. All requests of one replica_id together are one candidate.
-func (s *roster) ask(e Asked, now time.Time) {
+// ask makes a request the pending one of its member, and returns the one that it replaces, nil if there is
+// none.
+func (s *roster) ask(e Asked, now time.Time) (earlier *request) {
 	r := s.beat(e.Member.ReplicaID, now)
 	r.number, r.address, r.ending, r.finished = max(r.number, e.Number), e.Member.Address, false, false
 	r.run = e.Run
+	if earlier = r.request; earlier != nil {
+		delete(s.waiters, earlier.waiter)
+	}
 	s.waiters[e.Waiter] = r
 	s.update(r, now, func() {
 		r.out = ""
-		r.requests = append(r.requests, request{e.Waiter, e.Member, e.KnownQuorumID, e.Recallable})
+		r.request = &request{e.Waiter, e.Member, e.KnownQuorumID, e.Recallable}
 	})
+	return earlier
 }
 
 // inOrder reports whether a request with this number is newer than all earlier ones of its member. A request
@@ -294,32 +282,18 @@ func (s *roster) inOrder(id string, number uint64) bool {
 
 // withdraw removes a pending request. A member without one is no candidate any more.
 func (s *roster) withdraw(w WaiterID, now time.Time) {
-	r := s.waiters[w]
-	if r == nil {
-		return // it has been answered already
+	if r := s.waiters[w]; r != nil { // otherwise it has been answered already
+		delete(s.waiters, w)
+		s.update(r, now, func() { r.request = nil })
 	}
-	delete(s.waiters, w)
-	s.update(r, now, func() {
-		r.requests = slices.DeleteFunc(r.requests, func(q request) bool { return q.waiter == w })
-	})
 }
 
-// answer removes the requests of a member, and appends their waiters to a list.
-func (s *roster) answer(waiters []WaiterID, r *record, now time.Time) []WaiterID {
-	for _, q := range r.requests {
-		waiters = append(waiters, q.waiter)
-	}
-	s.withdrawAll(r, now)
+// answer removes the request of a member, and returns its waiter.
+func (s *roster) answer(r *record, now time.Time) WaiterID {
+	w := r.request.waiter
+	s.withdraw(w, now)
 	r.returned = false
-	return waiters
-}
-
-// withdrawAll removes all requests of a member.
-func (s *roster) withdrawAll(r *record, now time.Time) {
-	for _, q := range r.requests {
-		delete(s.waiters, q.waiter)
-	}
-	s.update(r, now, func() { r.requests = nil })
+	return w
 }
 
 // joinAgain restarts the join timer of the candidates that were left out of a quorum.

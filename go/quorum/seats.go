@@ -54,8 +54,14 @@ func (s *roster) inOrderOfSeats() (in []*record) {
 			in = append(in, r)
 		}
 	}
+	asks := func(r *record) int {
+		if r.waiting() {
+			return 0
+		}
+		return 1
+	}
 	slices.SortStableFunc(in, func(a, b *record) int {
-		return cmp.Or(cmp.Compare(b.reports(), a.reports()), cmp.Compare(len(b.requests), len(a.requests)))
+		return cmp.Or(cmp.Compare(b.reports(), a.reports()), cmp.Compare(asks(a), asks(b)))
 	})
 	return in
 }
@@ -80,7 +86,8 @@ func (s *seats) end() {
 	s.taken = false
 	for _, r := range s.roster.inOrderOfSeats() {
 		if r.held {
-			s.refuseAll(r, Ended, "the training has ended: it is complete, and this standby is not needed")
+			s.refusePending(r, Ended,
+				"the training has ended: it is complete, and this standby is not needed")
 		}
 	}
 }

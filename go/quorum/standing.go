@@ -322,8 +322,8 @@ func (s *standing) advance(searching bool) {
 			s.part(r, fmt.Sprintf("it left before step %d", r.stop))
 		case !s.holds(r) && r.alive():
 			s.trainsOn(r)
-		default:
-			s.roster.withdrawAll(r, s.now)
+		case r.waiting():
+			s.roster.withdraw(r.request.waiter, s.now)
 		}
 	}
 }

@@ -339,7 +339,7 @@ const (
 	ClaimDoubted    Subject = iota // a claim of a member that this lighthouse ignores
 	MemberRefused                  // a member that no quorum of this job may include, at each of its requests
 	MemberStraggles                // a member of the latest quorum has become slower than the others
-	QuorumAwaited                  // requests have been pending for long; each reason once until the next quorum
+	QuorumAwaited                  // requests have been pending for long; each reason once in a wait
 	CopyAwaited                    // a quorum waits for hosts: it would begin before the copy that they hold
 	JobRegressed                   // a quorum whose steps are below those that the job had reached
 	JobStops                       // started again as it is, it would end with the same exception
@@ -372,7 +372,7 @@ var Causes = []Cause{Silent, Connection, RankFailed, Unreachable, NoProgress, Un
 type Refusal string
 
 const (
-	Overtaken  Refusal = "overtaken"  // a newer request of its member arrived before it
+	Overtaken  Refusal = "overtaken"  // its member has made a newer request
 	Replaced   Refusal = "replaced"   // another process asks with the same replica_id
 	Behind     Refusal = "behind"     // its step is below the job's, and the policy forbids a regression
 	Left       Refusal = "left"       // its member has left

@@ -110,8 +110,8 @@ var mistakes = []mistake{
 		only(vanish), []string{ruleReported, ruleSoon},
 	},
 	{
-		"evicted members stay evicted", "quorum/roster.go", "		r.out = \"\"\n		r.requests = append",
-		"		if !$ {\n			r.out = \"\"\n		}\n		r.requests = append",
+		"evicted members stay evicted", "quorum/roster.go", "		r.out = \"\"\n		r.request = &",
+		"		if !$ {\n			r.out = \"\"\n		}\n		r.request = &",
 		func(s *setup) {
 			s.policy.StalledAfter, s.policy.EjectStalledAfter = 2*time.Second, 3*time.Second
 			s.timeout += 10 * time.Second

@@ -15,20 +15,25 @@ import (
 // A member that makes calls instead of using a stream is accepted with any size, as by an upstream
 // lighthouse: the world_size that such a member sends may differ from the number of its ranks.
 
-// likeness is the result of comparing one property of two members.
-type likeness int
+// property is something in which the members of a job must be alike, if they announce it.
+type property struct {
+	announced func(*Member) bool
+	same      func(a, b *Member) bool
+	reason    func(of, than *Member) string // to refuse another one
+}
 
-const (
-	unknown likeness = iota // one of them does not announce it
-	alike
-	different
-)
+var properties = []property{{
+	func(m *Member) bool { return m.WorldSize != 0 },
+	func(a, b *Member) bool { return a.WorldSize == b.WorldSize },
+	otherSize,
+}, {
+	func(m *Member) bool { return len(m.Layouts) > 0 },
+	func(a, b *Member) bool { return slices.Equal(a.Layouts, b.Layouts) },
+	otherLayout,
+}}
 
-// properties are those in which the members of a job must be alike, with the reason to refuse another one.
-var properties = []struct {
-	compare func(a, b *Member) likeness
-	reason  func(of, than *Member) string
-}{{alikeInSize, otherSize}, {alikeInLayout, otherLayout}}
+// differ reports whether two members announce the property, and are different in it.
+func (p property) differ(a, b *Member) bool { return p.announced(a) && p.announced(b) && !p.same(a, b) }
 
 // misfit returns the reason to refuse a new member that differs from the present ones; empty if it is
 // accepted. What the others do not announce is not compared.
@@ -38,7 +43,7 @@ func (m *memory) misfit(e Asked) string {
 		return ""
 	}
 	for _, p := range properties {
-		if other := m.unlike(id, func(o *Member) likeness { return p.compare(&e.Member, o) }); other != nil {
+		if other := m.unlike(&e.Member, p); other != nil {
 			return p.reason(&e.Member, other)
 		}
 	}
@@ -59,7 +64,7 @@ func (m *memory) outfit(e Asked) {
 			continue
 		}
 		for _, p := range properties {
-			if of := r.member(); p.compare(of, &e.Member) == different {
+			if of := r.member(); p.differ(of, &e.Member) {
 				m.misfits(r.id, r.request.waiter, p.reason(of, &e.Member))
 				break
 			}
@@ -96,26 +101,6 @@ func linesOf(m *Member, rank int) string {
 	return fmt.Sprintf("; its list is in the store at %.99s under layout/%.99s", handle.Store, handle.Layout)
 }
 
-func alikeInSize(a, b *Member) likeness {
-	switch {
-	case a.WorldSize == 0 || b.WorldSize == 0:
-		return unknown
-	case a.WorldSize == b.WorldSize:
-		return alike
-	}
-	return different
-}
-
-func alikeInLayout(a, b *Member) likeness {
-	switch {
-	case len(a.Layouts) == 0 || len(b.Layouts) == 0:
-		return unknown
-	case slices.Equal(a.Layouts, b.Layouts):
-		return alike
-	}
-	return different
-}
-
 // ofRank returns the layout of a rank of a member (Member.Layouts).
 func ofRank(layouts []string, rank int) string {
 	if len(layouts) == 1 {
@@ -130,14 +115,13 @@ func ofRank(layouts []string, rank int) string {
 // unlike returns a member that is different. It returns nil if there is none, or if another member is alike.
 // It looks at the members of the latest quorum that have a stream, or are presumed alive. If there are none,
 // it looks at those with a pending request: at the start of a job, the first member that asks decides.
-func (m *memory) unlike(id string, compare func(*Member) likeness) (other *Member) {
+func (m *memory) unlike(one *Member, p property) (other *Member) {
 	here := false
 	fits := func(o *Member) bool {
-		like := compare(o)
-		if like == different && other == nil {
+		if other == nil && p.differ(one, o) {
 			other = o
 		}
-		return like == alike
+		return p.announced(one) && p.same(one, o)
 	}
 	for i, r := range m.members {
 		if !r.alive() || r.suspect != nil {
@@ -154,7 +138,7 @@ func (m *memory) unlike(id string, compare func(*Member) likeness) (other *Membe
 		}
 	}
 	for e := m.roster.queue.Front(); e != nil && !here; e = e.Next() {
-		if r := e.Value.(*record); r.id != id && fits(r.member()) {
+		if r := e.Value.(*record); r.id != one.ReplicaID && fits(r.member()) {
 			return nil
 		}
 	}

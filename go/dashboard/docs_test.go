@@ -20,7 +20,7 @@ func metricNames(t *testing.T) []string {
 		step := int64(1)
 		status := Status{Snapshots: Snapshots{Step: &step, Checkpoint: &step}}
 		status.EjectAfterMS = map[string]int64{"training": 30_000}
-		return []*Feed{NewFeed("default", func() Status { return status })}
+		return []*Feed{NewFeed("default", false, func() Status { return status })}
 	}).Gather()
 	require.NoError(t, err)
 	var found []string

@@ -31,7 +31,6 @@ const (
 type Feed struct {
 	job    string
 	status func() Status
-	now    func() time.Time
 
 	mu      sync.Mutex
 	history History
@@ -63,15 +62,12 @@ func (w *whole) message() []byte {
 	return w.text
 }
 
-// NewFeed returns the feed of a job; status returns the present status of the job's machine.
-func NewFeed(job string, status func() Status) *Feed {
-	return &Feed{job: job, status: status, now: time.Now, viewers: map[*viewer]struct{}{},
-		wholes: map[int64]*whole{}, meters: newMeters(job)}
+// NewFeed returns the feed of a job; status returns the present status of the job's machine. inCluster makes
+// the page show the lighthouses of the cluster, which each of them describes at GET /cluster.
+func NewFeed(job string, inCluster bool, status func() Status) *Feed {
+	return &Feed{job: job, status: status, viewers: map[*viewer]struct{}{}, wholes: map[int64]*whole{},
+		meters: newMeters(job), board: Board{cluster: inCluster}}
 }
-
-// InCluster makes the page show the lighthouses of the cluster, which each of them describes at GET /cluster.
-// Call it before the feed is used.
-func (f *Feed) InCluster() { f.board.cluster = true }
 
 // Record stores an event and sends it to all viewers.
 func (f *Feed) Record(e Event) {
@@ -135,7 +131,7 @@ func (f *Feed) Run(stop <-chan struct{}) {
 func (f *Feed) due() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return len(f.viewers) > 0 || f.now().Sub(f.looked) >= lookUnseen
+	return len(f.viewers) > 0 || time.Now().Sub(f.looked) >= lookUnseen
 }
 
 // look gets the status before it locks the feed, to avoid a deadlock: a job calls Record under its own lock,
@@ -144,7 +140,7 @@ func (f *Feed) look() {
 	status := f.status()
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if now := f.now(); now.After(f.looked) {
+	if now := time.Now(); now.After(f.looked) {
 		f.looked = now
 		clear(f.wholes)
 		change := f.board.Look(status, now)
@@ -163,7 +159,7 @@ func (f *Feed) look() {
 // thousand new viewers would send a thousand messages to each of the others.
 func (f *Feed) current() {
 	f.mu.Lock()
-	fresh := f.now().Sub(f.looked) < lookEvery
+	fresh := time.Now().Sub(f.looked) < lookEvery
 	f.mu.Unlock()
 	if !fresh {
 		f.look()

@@ -48,7 +48,7 @@ type site struct {
 
 func serve(t *testing.T, j *job) *site {
 	t.Helper()
-	f := NewFeed("default", j.current)
+	f := NewFeed("default", false, j.current)
 	stop := make(chan struct{})
 	mux := http.NewServeMux()
 	f.Register(mux)

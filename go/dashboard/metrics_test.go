@@ -21,7 +21,7 @@ func TestTheMetricsOfAJobWithAFailure(t *testing.T) {
 	evaluates := member("a", 7)
 	evaluates.Phase = quorum.Evaluation.String()
 	j.set(evaluates, member("b", 7), failed)
-	f := NewFeed("default", j.current)
+	f := NewFeed("default", false, j.current)
 	for i := range 5 {
 		f.Round(int64(i), 2, 20*time.Millisecond, start.Add(time.Duration(i)*100*time.Millisecond))
 	}
@@ -142,7 +142,7 @@ torchft_step_seconds_count{training_job="default"} 5
 }
 
 func TestTheStepsOfAQuorumThatStandsAreNoRounds(t *testing.T) {
-	f := NewFeed("default", (&job{}).current)
+	f := NewFeed("default", false, (&job{}).current)
 	f.Round(4, 2, 20*time.Millisecond, start)
 	f.Advanced(54, 2, start.Add(time.Second))
 	f.Advanced(1_000_054, 2, start.Add(time.Hour)) // the lighthouse was away
@@ -163,7 +163,7 @@ func TestTheStepsOfAQuorumThatStandsAreNoRounds(t *testing.T) {
 
 func TestTheMetricsAreNamedAsPrometheusWantsThem(t *testing.T) {
 	found, err := testutil.GatherAndLint(registry(func() []*Feed {
-		return []*Feed{NewFeed("default",
+		return []*Feed{NewFeed("default", false,
 			(&job{}).current)}
 	}))
 	require.NoError(t, err)
@@ -171,7 +171,7 @@ func TestTheMetricsAreNamedAsPrometheusWantsThem(t *testing.T) {
 }
 
 func TestTwoJobsAndProcess(t *testing.T) {
-	one, two := NewFeed("one", (&job{}).current), NewFeed("two", (&job{}).current)
+	one, two := NewFeed("one", false, (&job{}).current), NewFeed("two", false, (&job{}).current)
 	two.Record(Event{Kind: Killed, Left: []string{"c"}})
 	recorder := httptest.NewRecorder()
 	Metrics(func() []*Feed { return []*Feed{one, two} }).ServeHTTP(recorder,

@@ -42,11 +42,10 @@ func TestALookReturnsTheChanges(t *testing.T) {
 }
 
 func TestTheHeadTellsThatThereIsACluster(t *testing.T) {
-	f := NewFeed("default", (&job{}).current)
+	f := NewFeed("default", false, (&job{}).current)
 	f.current()
 	assert.False(t, f.board.Whole().Head.Cluster)
-	f = NewFeed("default", (&job{}).current)
-	f.InCluster()
+	f = NewFeed("default", true, (&job{}).current)
 	f.current()
 	assert.True(t, f.board.Whole().Head.Cluster)
 }

@@ -84,10 +84,7 @@ func newJob(s *Server, name string) *job {
 	j.news.timer = rpc.AfterFunc(j.log, "news", j.sendLater)
 	j.term = int64(s.term())
 	j.machine = quorum.NewMachine(s.cfg.Policy, time.Now(), j.term)
-	j.board = dashboard.NewFeed(name, j.shown)
-	if s.cluster != nil {
-		j.board.InCluster()
-	}
+	j.board = dashboard.NewFeed(name, s.cluster != nil, j.shown)
 	j.site = http.NewServeMux()
 	j.board.Register(j.site)
 	if s.store != nil {

@@ -12,15 +12,14 @@ import (
 	"github.com/hashicorp/raft"
 )
 
-// disk is a store that fails for good with its first error: an operation that fails, takes longer than limit,
-// or panics, since bbolt and a file in memory do so if the data is damaged. It calls broken once, before that
-// operation returns.
+// disk is a store that fails for good with its first error: an operation that fails, takes longer than
+// diskTimeout, or panics, since bbolt and a file in memory do so if the data is damaged. It calls broken once,
+// before that operation returns.
 //
 // Raft panics if it cannot write its term or read its log. These operations report success after a failure.
 // That is safe, because the node must send nothing once broken was called.
 type disk struct {
 	store
-	limit  time.Duration
 	broken func(error)
 
 	mu  sync.Mutex
@@ -69,7 +68,7 @@ func isNotFound(err error) bool { return err.Error() == errNotFound.Error() }
 // await counts time in parts, so that a process that was stopped does not take its disk for a hanging one.
 func (d *disk) await(done <-chan error) error {
 	const parts = 8
-	tick := time.Tick(d.limit / parts)
+	tick := time.Tick(diskTimeout / parts)
 	for range parts {
 		select {
 		case err := <-done:
@@ -77,7 +76,7 @@ func (d *disk) await(done <-chan error) error {
 		case <-tick:
 		}
 	}
-	return fmt.Errorf("timed out after %s: the disk does not answer", d.limit)
+	return fmt.Errorf("timed out after %s: the disk does not answer", diskTimeout)
 }
 
 func get[T any](d *disk, what string, operation func() (T, error)) (value T, err error) {

@@ -137,7 +137,7 @@ func (n *Node) ask() map[string]answer {
 	heard := map[string]answer{}
 	var mu sync.Mutex
 	var all sync.WaitGroup
-	ctx, cancel := context.WithTimeout(n.ctx, n.cfg.Timing.Call)
+	ctx, cancel := context.WithTimeout(n.ctx, callTimeout)
 	defer cancel()
 	for _, address := range slices.Compact(addresses) {
 		rpc.Go(&all, n.log, "an identity", func() {
@@ -273,17 +273,17 @@ func (n *Node) replaceLost(heard map[string]answer) {
 	if what == "" || !leads {
 		return
 	}
-	ctx, cancel := context.WithTimeout(n.ctx, n.cfg.Timing.Call)
+	ctx, cancel := context.WithTimeout(n.ctx, callTimeout)
 	defer cancel()
 	err := n.change(ctx, what, func(r *raft.Raft) raft.Future {
 		id, address := lost.ID, raft.ServerAddress(lost.ID)
 		switch what {
 		case "learn":
-			return r.AddNonvoter(id, address, 0, n.cfg.Timing.Call)
+			return r.AddNonvoter(id, address, 0, callTimeout)
 		case "remove":
-			return r.RemoveServer(id, 0, n.cfg.Timing.Call)
+			return r.RemoveServer(id, 0, callTimeout)
 		}
-		return r.AddVoter(id, address, 0, n.cfg.Timing.Call)
+		return r.AddVoter(id, address, 0, callTimeout)
 	})
 	n.log.Warn("torchft: a lighthouse that has lost its state directory is replaced",
 		"lighthouse", addressOf(lost.ID), "change", what, "server", lost.ID, "error", err)
@@ -469,7 +469,7 @@ func (n *Node) Add(ctx context.Context, address string) error {
 		}
 	}
 	return n.change(ctx, "adding "+address, func(r *raft.Raft) raft.Future {
-		return r.AddVoter(raft.ServerID(name), raft.ServerAddress(name), 0, n.cfg.Timing.Call)
+		return r.AddVoter(raft.ServerID(name), raft.ServerAddress(name), 0, callTimeout)
 	})
 }
 
@@ -485,7 +485,7 @@ func (n *Node) Remove(ctx context.Context, address string) error {
 		return fmt.Errorf("removing %s: it is the only lighthouse of the cluster", address)
 	}
 	return n.change(ctx, "removing "+address, func(r *raft.Raft) raft.Future {
-		return r.RemoveServer(servers[i].ID, 0, n.cfg.Timing.Call)
+		return r.RemoveServer(servers[i].ID, 0, callTimeout)
 	})
 }
 

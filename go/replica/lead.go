@@ -83,9 +83,9 @@ func (n *Node) changed(r *raft.Raft, leader bool) {
 		return
 	}
 	defer n.calls.Done()
-	err := r.Barrier(n.cfg.Timing.Call).Error()
+	err := r.Barrier(callTimeout).Error()
 	for errors.Is(err, raft.ErrEnqueueTimeout) && leads(r, term) {
-		err = r.Barrier(n.cfg.Timing.Call).Error()
+		err = r.Barrier(callTimeout).Error()
 	}
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -129,7 +129,7 @@ func (n *Node) Leader() (address string, since time.Time) {
 
 // watchPauses notices pauses of the process: it was stopped, or its host suspended.
 func (n *Node) watchPauses() {
-	tick := time.Tick(n.cfg.Timing.Lease / 5)
+	tick := time.Tick(leaderLease / 5)
 	for {
 		select {
 		case <-n.ctx.Done():
@@ -145,14 +145,14 @@ func (n *Node) watchPauses() {
 // look looks for a pause between the last look and now. Only a pause above the lease matters: others elect a
 // leader later than that.
 func (n *Node) look(now time.Time) {
-	if now.Sub(n.last) > n.cfg.Timing.Lease {
+	if now.Sub(n.last) > leaderLease {
 		n.pauses++
 	}
 	n.last = now
 }
 
 // Verify returns nil if this node leads in the term at this moment: a majority has confirmed it within
-// Timing.Lease, measured by a clock that goes on while the host is suspended. Otherwise it asks the others.
+// leaderLease, measured by a clock that goes on while the host is suspended. Otherwise it asks the others.
 // The error is ErrNotLeading or that of ctx.
 func (n *Node) Verify(ctx context.Context, term uint64) error {
 	asked := clock.Now()
@@ -164,7 +164,7 @@ func (n *Node) Verify(ctx context.Context, term uint64) error {
 		n.mu.Lock()
 		now := clock.Now()
 		n.look(now)
-		fresh := now.Sub(n.verified) < n.cfg.Timing.Lease || !n.verified.Before(asked)
+		fresh := now.Sub(n.verified) < leaderLease || !n.verified.Before(asked)
 		if fresh && n.verifiedTerm == term && n.pauses == n.cleared {
 			n.mu.Unlock()
 			done()
@@ -197,7 +197,7 @@ func (n *Node) verify(
 	n.mu.Unlock()
 	var err error
 	if paused {
-		err = r.Barrier(n.cfg.Timing.Call).Error()
+		err = r.Barrier(callTimeout).Error()
 	} else {
 		err = r.VerifyLeader().Error()
 	}

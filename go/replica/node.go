@@ -61,8 +61,8 @@ type Node struct {
 }
 
 // Open starts a node, and returns without waiting for the others. It returns an error if the directory cannot
-// be used: it belongs to another lighthouse or cluster, to another process, or is damaged. Register serves the
-// node.
+// be used: it belongs to another lighthouse or cluster, to another process, or is damaged. Register has to
+// follow.
 //
 // A node with an empty directory asks the others of the list. If all of them are new, the first of the list
 // starts the cluster. If one is in a cluster, this node waits to be added to that cluster.
@@ -94,7 +94,6 @@ func prepare(cfg Config) (*Node, error) {
 		return nil, errors.New("--state_dir is empty: a lighthouse of a cluster needs a directory")
 	}
 	cfg.Cluster = slices.Sorted(slices.Values(cfg.Cluster))
-	cfg.Timing = cfg.Timing.withDefaults()
 	cfg.Logger = cmp.Or(cfg.Logger, slog.Default())
 	n := &Node{
 		cfg: cfg, log: cfg.Logger, leads: make(chan Lead, 1), began: time.Now(), since: time.Now(),
@@ -102,7 +101,7 @@ func prepare(cfg Config) (*Node, error) {
 		leading: leading{last: clock.Now()}, trouble: "it has not asked the other lighthouses yet",
 	}
 	n.machine = &machine{bad: n.leave, states: map[string][]byte{}}
-	n.disk = &disk{limit: cfg.Timing.Disk, broken: n.leave}
+	n.disk = &disk{broken: n.leave}
 	if err := n.openDir(); err != nil {
 		return nil, fmt.Errorf("--state_dir is %q: %w", cfg.Dir, err)
 	}
@@ -111,17 +110,16 @@ func prepare(cfg Config) (*Node, error) {
 		Queue: rpc.NewQueue(named(n.name)),
 		name:  n.name, dialer: n.dialer,
 		cluster: func() string { return n.Identity().Cluster }, refused: n.refused,
-		conns: map[*conn]struct{}{}, opens: time.Now().Add(cfg.Timing.Lease),
+		conns: map[*conn]struct{}{}, opens: time.Now().Add(leaderLease),
 	}
 	return n, nil
 }
 
 func (n *Node) raftConfig() *raft.Config {
-	t := n.cfg.Timing
 	c := raft.DefaultConfig()
 	c.LocalID = raft.ServerID(n.name)
-	c.HeartbeatTimeout, c.ElectionTimeout, c.LeaderLeaseTimeout, c.CommitTimeout = t.Election, t.Election,
-		t.Lease, t.Election/4
+	c.HeartbeatTimeout, c.ElectionTimeout, c.LeaderLeaseTimeout, c.CommitTimeout = electionTimeout,
+		electionTimeout, leaderLease, electionTimeout/4
 	c.MaxAppendEntries = 16
 	c.ShutdownOnRemove = false
 	c.SnapshotThreshold, c.TrailingLogs, c.SnapshotInterval = entriesOfSnapshot, entriesKept, 30*time.Second
@@ -134,7 +132,7 @@ func (n *Node) raftConfig() *raft.Config {
 func (n *Node) start() error {
 	c := n.raftConfig()
 	transport := raft.NewNetworkTransportWithConfig(&raft.NetworkTransportConfig{Stream: n.layer, MaxPool: 3,
-		Timeout: n.cfg.Timing.Call, Logger: c.Logger.Named(transportName)})
+		Timeout: callTimeout, Logger: c.Logger.Named(transportName)})
 	r, err := newRaft(c, n.machine, n.disk, transport)
 	if err != nil {
 		_ = transport.Close()
@@ -225,13 +223,13 @@ func (n *Node) leave(why error) {
 	// the lease, a disk within its limit.
 	go func() {
 		defer close(n.shut)
-		if !within(n.cfg.Timing.Disk+2*n.cfg.Timing.Lease, n.calls.Wait) {
+		if !within(diskTimeout+2*leaderLease, n.calls.Wait) {
 			n.log.Warn("torchft: a request to Raft was not answered")
 		}
 		if r == nil {
 			return
 		}
-		if !within(n.cfg.Timing.Disk+time.Second, func() { _ = r.Shutdown().Error() }) {
+		if !within(diskTimeout+time.Second, func() { _ = r.Shutdown().Error() }) {
 			n.log.Warn("torchft: Raft has not ended: the disk does not answer", "dir", n.cfg.Dir)
 		}
 	}()
@@ -266,7 +264,7 @@ func (n *Node) Close() {
 	}
 	n.mu.Unlock()
 	if leads {
-		within(2*n.cfg.Timing.Election, func() {
+		within(2*electionTimeout, func() {
 			defer n.calls.Done()
 			_ = r.LeadershipTransfer().Error()
 		})
@@ -325,7 +323,7 @@ func (n *Node) Propose(term uint64, job string, state []byte) error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), proposeWithin)
 	defer cancel()
-	f := r.Apply(entry(term, job, state), n.cfg.Timing.Call)
+	f := r.Apply(entry(term, job, state), callTimeout)
 	err = await(ctx, done, f)
 	switch {
 	case err == nil:

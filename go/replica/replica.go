@@ -1,7 +1,6 @@
 package replica
 
 import (
-	"cmp"
 	"errors"
 	"log/slog"
 	"time"
@@ -16,33 +15,23 @@ type Config struct {
 	Dir     string      // for the log, snapshots and the identity; required, and only for this node
 	Dialing rpc.Dialing // of connections to the others
 	Logger  *slog.Logger
-	Timing  Timing // zero: the defaults
 
 	open func(dir string) (store, error) // the disk; tests replace it
 }
 
-// Timing are the timeouts of the cluster. All lighthouses must have the same.
-type Timing struct {
-	// Election is how long a follower does not hear of the leader before it asks the others whether they
-	// would elect it; the actual time is between one and two times this. Default: 300 ms: nine of ten killed
+// The timeouts of a cluster: all of its lighthouses must have the same.
+const (
+	// electionTimeout is how long a follower does not hear of the leader before it asks the others whether
+	// they would elect it; the actual time is between one and two times this. With 300 ms, nine of ten killed
 	// leaders are replaced within 0.8 s.
-	Election time.Duration
-	// Lease is how long a leader goes on that does not hear of a majority. Below Election. Default: 200 ms.
-	Lease time.Duration
-	// Call bounds each call to another lighthouse. Default: 1 s.
-	Call time.Duration
-	// Disk bounds each operation on the disk. A disk that does not answer in this time counts as failed.
-	// Default: 2 s.
-	Disk time.Duration
-}
-
-func (t Timing) withDefaults() Timing {
-	t.Election = cmp.Or(t.Election, 300*time.Millisecond)
-	t.Lease = cmp.Or(t.Lease, 200*time.Millisecond)
-	t.Call = cmp.Or(t.Call, time.Second)
-	t.Disk = cmp.Or(t.Disk, 2*time.Second)
-	return t
-}
+	electionTimeout = 300 * time.Millisecond
+	// leaderLease is how long a leader goes on that does not hear of a majority: less than electionTimeout.
+	leaderLease = 200 * time.Millisecond
+	// callTimeout bounds each call to another lighthouse.
+	callTimeout = time.Second
+	// diskTimeout bounds each operation on the disk. One that does not answer in this time counts as failed.
+	diskTimeout = 2 * time.Second
+)
 
 // Identity is what a lighthouse tells about itself.
 type Identity struct {

@@ -99,16 +99,15 @@ func (f *Feed) Heard() { f.meters.heartbeats.Inc() }
 func (f *Feed) Round(step int64, groups int, waited time.Duration, now time.Time) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.meters.round(step, waited, now)
-	f.history.Round(step, groups, now)
+	f.meters.round(waited)
+	f.meters.stepped(f.history.Round(step, groups, now))
 }
 
 // Advanced records the step that a quorum that stands has come to.
 func (f *Feed) Advanced(step int64, groups int, now time.Time) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.meters.advanced(step, now)
-	f.history.Advanced(step, groups, now)
+	f.meters.stepped(f.history.Advanced(step, groups, now))
 }
 
 // Run looks at the job until stop is closed, and sends changes to viewers. It looks without viewers too,

@@ -124,6 +124,7 @@ type History struct {
 	newest map[Kind]Event
 	points []Point
 	latest Point         // of the latest round
+	since  time.Time     // when the job came to its step
 	every  time.Duration // the shortest interval between two points; 0 (pointEvery) before the first removal
 }
 
@@ -187,33 +188,37 @@ func (h *History) known(id int64) int64 {
 	return max(id, oldest)
 }
 
-// Round adds a point for a round, unless the last point is too recent.
-func (h *History) Round(step int64, groups int, now time.Time) {
-	trained := int64(0)
-	if step > h.latest.Step {
-		// the round follows one step, or the steps of a quorum that stood, which Advanced has counted
-		trained = 1
+// Round adds a point for a round, unless the last point is too recent. It returns how many steps the job has
+// made since it came to the step before, and in which time. A round follows one step, or the steps of a quorum
+// that stood, which Advanced has counted.
+func (h *History) Round(step int64, groups int, now time.Time) (made int64, took time.Duration) {
+	if step == h.latest.Step+1 { // otherwise a group with a later checkpoint has joined
+		made = 1
 	}
-	h.add(step, groups, trained, now)
+	return h.add(step, groups, made, now)
 }
 
-// Advanced adds a point for a quorum that stands, unless the last point is too recent.
-func (h *History) Advanced(step int64, groups int, now time.Time) {
-	h.add(step, groups, max(0, step-h.latest.Step), now)
+// Advanced does the same for a quorum that stands.
+func (h *History) Advanced(step int64, groups int, now time.Time) (made int64, took time.Duration) {
+	return h.add(step, groups, max(0, step-h.latest.Step), now)
 }
 
-func (h *History) add(step int64, groups int, trained int64, now time.Time) {
-	if h.latest.At == 0 {
-		trained = 0 // an earlier lighthouse has seen these steps
+func (h *History) add(step int64, groups int, steps int64, now time.Time) (made int64, took time.Duration) {
+	first := h.latest.At == 0
+	if !first { // otherwise an earlier lighthouse has seen these steps
+		made, took = steps, now.Sub(h.since)
 	}
-	p := Point{At: now.UnixMilli(), Step: step, Groups: groups, Trained: h.latest.Trained + trained}
+	if first || step != h.latest.Step {
+		h.since = now
+	}
+	p := Point{At: now.UnixMilli(), Step: step, Groups: groups, Trained: h.latest.Trained + made}
 	h.latest = p
 	if n := len(h.points); n > 0 {
 		// A change of the number of groups always adds a point: the distance to the next point shows the cost
 		// of the change.
 		last := h.points[n-1]
 		if p.At-last.At < max(h.every, pointEvery).Milliseconds() && last.Groups == groups {
-			return
+			return made, took
 		}
 	}
 	if len(h.points) == mostPoints {
@@ -227,6 +232,7 @@ func (h *History) add(step int64, groups int, trained int64, now time.Time) {
 		h.every = time.Duration(p.At-kept[0].At) * time.Millisecond / time.Duration(len(kept))
 	}
 	h.points = append(h.points, p)
+	return made, took
 }
 
 // Points returns the points, the oldest first.

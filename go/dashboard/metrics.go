@@ -53,9 +53,6 @@ type meters struct {
 	recovery *prometheus.HistogramVec    // of heals and failures
 	quorum   prometheus.Histogram
 	step     prometheus.Histogram
-
-	lastStep int64
-	lastAt   time.Time // when the job came to that step; zero: not known
 }
 
 // mostSteps bounds the steps observed at once: after an absence of the lighthouse there may be millions.
@@ -117,26 +114,17 @@ func newMeters(job string) *meters {
 	return m
 }
 
-// round is called for each delivered quorum.
-func (m *meters) round(step int64, waited time.Duration, now time.Time) {
+// round records a delivered quorum.
+func (m *meters) round(waited time.Duration) {
 	m.rounds.Inc()
 	m.quorum.Observe(waited.Seconds())
-	if step == m.lastStep+1 { // otherwise a group with a later checkpoint has joined
-		m.advanced(step, now)
-	}
-	if step != m.lastStep || m.lastAt.IsZero() {
-		m.lastStep, m.lastAt = step, now
-	}
 }
 
-// advanced is called with the step that the job has come to.
-func (m *meters) advanced(step int64, now time.Time) {
-	if steps := step - m.lastStep; !m.lastAt.IsZero() && steps > 0 {
-		for range min(steps, mostSteps) {
-			m.step.Observe(now.Sub(m.lastAt).Seconds() / float64(steps))
-		}
+// stepped records the steps that the job has made in a time.
+func (m *meters) stepped(steps int64, took time.Duration) {
+	for range min(steps, mostSteps) {
+		m.step.Observe(took.Seconds() / float64(steps))
 	}
-	m.lastStep, m.lastAt = step, now
 }
 
 func (m *meters) event(e Event) {

@@ -81,11 +81,11 @@ func (b *Board) Look(status Status, now time.Time) Change {
 	b.head.Cluster = b.cluster
 	change := Change{Head: b.head, Rows: []Row{}}
 	for _, m := range status.Members {
-		old, known := before[m.ReplicaID]
-		row := follow(old, known, m, now)
+		old := before[m.ReplicaID]
+		row := follow(old, m, now)
 		b.rows[m.ReplicaID] = row
 		b.order = append(b.order, m.ReplicaID)
-		if !known || row != old {
+		if row != old {
 			change.Rows = append(change.Rows, row)
 		}
 	}
@@ -127,7 +127,7 @@ func headOf(old Head, s Status, now time.Time) Head {
 	return h
 }
 
-func follow(old Row, known bool, m Member, now time.Time) Row {
+func follow(old Row, m Member, now time.Time) Row {
 	row := Row{Member: m, State: stateOf(m.MemberStatus), Since: old.Since}
 	row.HeartbeatAgeMS, row.WaitingMS, row.PhaseMS, row.OwnMS = 0, 0, 0, 0
 	if row.State == Failed {
@@ -137,7 +137,7 @@ func follow(old Row, known bool, m Member, now time.Time) Row {
 	if !m.InQuorum && !m.Waiting {
 		row.Step = old.Step // the status has the steps of the latest quorum and of pending requests only
 	}
-	if !known || old.State != row.State {
+	if old.State != row.State { // also of one that was not there
 		row.Since = now.UnixMilli()
 	}
 	return row

@@ -194,7 +194,7 @@ func (j *job) safely(use func()) error {
 		if j.kept.Highest > 0 {
 			var again error // without the latest quorum, should that be the cause: its members show it
 			defer rpc.Recovered(j.log, "the lighthouse", &again)
-			j.do(quorum.Recalled{Past: j.kept.Past, Highest: j.kept.Highest, End: j.kept.End}, time.Now())
+			j.do(quorum.Recalled{Kept: j.kept.Kept}, time.Now())
 			j.do(quorum.Copied{Copies: j.kept.Copies}, time.Now())
 		}
 	})
@@ -277,7 +277,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 				j.log.Info("torchft: the training is complete, as all of its groups reported; the next " +
 					"quorum begins a new one")
 			}
-			j.kept.Highest, j.kept.Past, j.kept.End, j.kept.Copies = a.Highest, a.Past, a.End, a.Copies
+			j.kept.Kept = a.Kept
 			j.keepState()
 		case quorum.Call:
 			j.log.Info("torchft: the next quorum is called", "quorum_id", a.QuorumID,

@@ -216,7 +216,7 @@ func (j *job) restore(text []byte) {
 			"step", s.Past.Step, "members", len(s.Past.Members))
 	}
 	if j.kept.Highest == 0 {
-		j.kept.Highest, j.kept.Past, j.kept.End, j.kept.Copies = s.Highest, s.Past, s.End, s.Copies
+		j.kept.Kept = s.Kept
 	}
 	if j.rendezvous.Nodes() == 0 {
 		j.kept.Rendezvous = s.Rendezvous
@@ -224,7 +224,7 @@ func (j *job) restore(text []byte) {
 		j.place(rendezvous.Woken{})
 	}
 	if s.Highest > 0 { // the job has had a quorum
-		_ = j.step(quorum.Recalled{Past: s.Past, Highest: s.Highest, End: s.End}) // step has logged an error
+		_ = j.step(quorum.Recalled{Kept: s.Kept}) // step has logged an error
 		reported := j.server.keepers.copied(j.name, time.Now())
 		_ = j.step(quorum.Copied{Copies: s.Copies, Reporting: reported.Reporting})
 		_ = j.step(reported)

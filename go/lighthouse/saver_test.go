@@ -88,8 +88,8 @@ func kept(f *faulty) (*job, *testlog.Log) {
 
 // ofQuorum returns a state of the default job that can be read.
 func ofQuorum(id int64) state {
-	return state{Job: rpc.DefaultJob, Highest: id,
-		Past: quorum.Past{ID: id, Members: []quorum.Voter{{ReplicaID: "a"}}}}
+	return state{Job: rpc.DefaultJob, Kept: quorum.Kept{Highest: id,
+		Past: quorum.Past{ID: id, Members: []quorum.Voter{{ReplicaID: "a"}}}}}
 }
 
 func TestAHangingDiskBlocksNoQuorumAndNoShutdownForLong(t *testing.T) {
@@ -246,11 +246,11 @@ func TestAnswersFollowTheLog(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := newSlowLog()
 		require.False(t, l.answer("at once"))
-		l.keep(state{Highest: 1})
+		l.keep(state{Kept: quorum.Kept{Highest: 1}})
 		require.True(t, l.answer("1"))
 		synctest.Wait()
 		require.True(t, l.answer("1 again"))
-		l.keep(state{Highest: 2})
+		l.keep(state{Kept: quorum.Kept{Highest: 2}})
 		require.True(t, l.answer("2"))
 		synctest.Wait()
 		assert.Empty(t, l.seen)
@@ -262,7 +262,7 @@ func TestAnswersFollowTheLog(t *testing.T) {
 		assert.Equal(t, []string{"1", "1 again", "2"}, l.seen)
 		require.False(t, l.answer("at once"))
 
-		l.keep(state{Highest: 3})
+		l.keep(state{Kept: quorum.Kept{Highest: 3}})
 		require.True(t, l.answer("3"))
 		l.next <- errors.New("another lighthouse leads")
 		l.done.Wait()
@@ -276,7 +276,7 @@ func TestAnswersAtTheEndOfAProposal(t *testing.T) {
 	l := newSlowLog()
 	l.propose = func([]byte) error { return nil }
 	for range 20_000 {
-		l.keep(state{Highest: 1})
+		l.keep(state{Kept: quorum.Kept{Highest: 1}})
 		answered := make(chan struct{})
 		for later := true; later; {
 			if later = l.once(func() { close(answered) }); later {
@@ -292,7 +292,7 @@ func TestAnswersAtTheEndOfAProposal(t *testing.T) {
 func TestAnAnswerThatPanics(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := newSlowLog()
-		l.keep(state{Highest: 1})
+		l.keep(state{Kept: quorum.Kept{Highest: 1}})
 		require.True(t, l.once(func() { panic("a bug") }))
 		l.next <- nil
 		l.done.Wait()

@@ -31,18 +31,10 @@ const (
 
 // state is the content of a file.
 type state struct {
-	Job     string `json:"job"`
-	Highest int64  `json:"highest"` // ids up to this one are not used again
-	// zero: the last training is complete, and the next one has had no quorum yet
-	Past quorum.Past `json:"past"`
-	End  quorum.End  `json:"end,omitzero"`
-
-	// the newest copy of the state that keepers have told of
-	Copies quorum.Copies `json:"copies,omitzero"`
-
+	Job string `json:"job"`
+	quorum.Kept
 	Rendezvous rendezvous.State `json:"rendezvous,omitzero"`
-
-	Used time.Time `json:"used,omitzero"` // when the job was last known to be in use
+	Used       time.Time        `json:"used,omitzero"` // when the job was last known to be in use
 }
 
 func (s state) encode() ([]byte, error) {

@@ -24,8 +24,9 @@ var somePast = quorum.Past{ID: 1234, Step: 56,
 
 func TestAStateIsReadAsItWasWritten(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.state")
-	want := state{Job: "x", Highest: 2000, Past: somePast, End: quorum.End{Run: "r", Step: 57},
-		Copies: quorum.Copies{Step: 55, Quorum: 1234, Hosts: []string{"h1", "h2"}}}
+	want := state{Job: "x", Kept: quorum.Kept{Highest: 2000, Past: somePast,
+		End:    quorum.End{Run: "r", Step: 57},
+		Copies: quorum.Copies{Step: 55, Quorum: 1234, Hosts: []string{"h1", "h2"}}}}
 	for range 2 { // the second write replaces an older file
 		text, err := want.encode()
 		require.NoError(t, err)
@@ -43,7 +44,7 @@ func TestAStateIsReadAsItWasWritten(t *testing.T) {
 
 // A file that is cut short at any byte, or has any byte changed, is an error.
 func TestADamagedStateIsAnError(t *testing.T) {
-	text, err := state{Job: "x", Highest: 2000, Past: somePast}.encode()
+	text, err := state{Job: "x", Kept: quorum.Kept{Highest: 2000, Past: somePast}}.encode()
 	require.NoError(t, err)
 	for n := range len(text) - 1 { // without the last byte, a newline, which may be missing
 		_, err := decodeState(text[:n], "x")
@@ -55,14 +56,14 @@ func TestADamagedStateIsAnError(t *testing.T) {
 	}
 	_, err = decodeState(text, "y")
 	assert.ErrorContains(t, err, `it belongs to job "x"`)
-	other, err := state{Job: "x", Past: quorum.Past{ID: 3}}.encode()
+	other, err := state{Job: "x", Kept: quorum.Kept{Past: quorum.Past{ID: 3}}}.encode()
 	require.NoError(t, err)
 	_, err = decodeState(other, "x")
 	assert.ErrorContains(t, err, "quorum 3 has no members")
 }
 
 func FuzzState(f *testing.F) {
-	text, err := state{Job: "x", Highest: 2000, Past: somePast}.encode()
+	text, err := state{Job: "x", Kept: quorum.Kept{Highest: 2000, Past: somePast}}.encode()
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -173,7 +174,7 @@ func TestNoQuorumIsKeptOnDiskOfACompleteTraining(t *testing.T) {
 	dir := t.TempDir()
 	s, log := startOn(t, dir)
 	ofTerm3 := quorum.Past{ID: 3<<42 + 5, Step: 6, Members: []quorum.Voter{{ReplicaID: "a"}}}
-	require.NoError(t, s.jobs["default"].feed(quorum.Recalled{Past: ofTerm3}))
+	require.NoError(t, s.jobs["default"].feed(quorum.Recalled{Kept: quorum.Kept{Past: ofTerm3}}))
 	before := s.testAsk(t, "a", 7)
 	require.Equal(t, int64(3), quorum.TermOf(before.ID))
 	require.NoError(t, s.jobs["default"].feed(quorum.ShuttingDown{ReplicaID: "a", Finished: true,
@@ -199,7 +200,7 @@ func TestFilesOfEndedJobsAreRemoved(t *testing.T) {
 	now := time.Now()
 	old, recent := now.Add(-keepFilesFor-time.Hour), now.Add(-keepFilesFor+time.Hour)
 	for name, used := range map[string]time.Time{"ended": old, "paused": recent, "default": old} {
-		text, err := state{Job: name, Highest: 7, Past: somePast, Used: used}.encode()
+		text, err := state{Job: name, Kept: quorum.Kept{Highest: 7, Past: somePast}, Used: used}.encode()
 		require.NoError(t, err)
 		require.NoError(t, writeFile(t.Context(), filepath.Join(dir, name+".state"), text))
 	}

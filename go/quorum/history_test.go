@@ -168,7 +168,7 @@ func (h *history) recall(members int) Recalled {
 			q.Members[i].Step = step
 		}
 	}
-	e := Recalled{Past: q.Past(), Highest: q.ID + h.rng.Int64N(3)}
+	e := Recalled{Kept: Kept{Past: q.Past(), Highest: q.ID + h.rng.Int64N(3)}}
 	if h.rng.IntN(2) == 0 {
 		e.Past, e.Quorum, e.From = Past{}, q, fmt.Sprintf("r%d", h.rng.IntN(members))
 	}

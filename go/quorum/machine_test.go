@@ -51,7 +51,7 @@ func delivered(t testing.TB, actions []Action) Deliver {
 	require.GreaterOrEqual(t, i, 0)
 	d := actions[i].(Deliver)
 	if slices.ContainsFunc(actions, func(a Action) bool { _, is := a.(Changed); return is }) {
-		require.Equal(t, Keep{Past: d.Quorum.Past(), Highest: d.Quorum.ID}, actions[i-1])
+		require.Equal(t, Keep{Kept{Past: d.Quorum.Past(), Highest: d.Quorum.ID}}, actions[i-1])
 	}
 	return d
 }
@@ -78,8 +78,8 @@ func TestAShownQuorumIsKept(t *testing.T) {
 	for from, kept := range map[string]bool{"": false, "a": true} {
 		r := newRing(1)
 		shown := past.remembered(r.now)
-		actions := r.machine.Step(Recalled{Past: past, Quorum: shown, From: from}, r.now)
-		keep := Keep{Past: past, Highest: r.machine.past.ids()}
+		actions := r.machine.Step(Recalled{Kept: Kept{Past: past}, Quorum: shown, From: from}, r.now)
+		keep := Keep{Kept{Past: past, Highest: r.machine.past.ids()}}
 		require.Equal(t, kept, slices.ContainsFunc(actions,
 			func(a Action) bool { return reflect.DeepEqual(a, keep) }))
 		require.GreaterOrEqual(t, r.machine.past.ids(), past.ID)

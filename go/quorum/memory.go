@@ -86,6 +86,15 @@ type Past struct {
 	Skipped []string `json:",omitempty"`
 }
 
+// Kept is the state of a job that a restarted lighthouse, or the next leader, needs.
+type Kept struct {
+	Highest int64 `json:"highest"` // no id up to this one may be used again
+	// zero: the last training is complete, and the next one has had no quorum yet
+	Past   Past   `json:"past"`
+	End    End    `json:"end,omitzero"`    // of the last run that is complete
+	Copies Copies `json:"copies,omitzero"` // the newest that keepers have told of
+}
+
 // Past returns the part of the quorum that disks and logs keep.
 func (q *Quorum) Past() Past {
 	p := Past{ID: q.ID, Step: q.MaxStep(), Members: make([]Voter, len(q.Members)), Skipped: q.Skipped}
@@ -122,11 +131,11 @@ func (p Past) Validate() error {
 // keep appends a Keep for a new quorum, a new end or a new copy. While members train on in their quorum,
 // nothing else is written.
 func (m *memory) keep() {
-	k := Keep{Highest: m.ids(), End: m.end, Copies: m.copies.newest}
+	k := Kept{Highest: m.ids(), End: m.end, Copies: m.copies.newest}
 	if m.latest != nil {
 		k.Past = m.latest.Past()
 	}
-	m.do(k)
+	m.do(Keep{k})
 }
 
 // copied takes what keepers report of the job.

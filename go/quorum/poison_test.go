@@ -145,7 +145,7 @@ func TestUnitsAreLeftOutAfterARestartOfTheLighthouse(t *testing.T) {
 	q := &Quorum{ID: epoch.UnixMilli(), Members: []Member{{ReplicaID: "a:1", Step: 9}},
 		Skipped: []string{"0.10.3", "0.10.4"}}
 	for name, shown := range map[string]Recalled{
-		"disk": {Past: q.Past()}, "member": {Quorum: q, From: "a:1"},
+		"disk": {Kept: Kept{Past: q.Past()}}, "member": {Quorum: q, From: "a:1"},
 	} {
 		m := NewMachine(Policy{MinReplicas: 1, JoinTimeout: time.Minute, HeartbeatTimeout: 5 * time.Second},
 			epoch, 0)

@@ -139,15 +139,16 @@ func (r *scribe) run(words []string) []string {
 			}
 		}
 		require.NoError(r.t, q.Past().Validate())
-		e := Recalled{Past: q.Past(), From: transcript.Option(args, "from"),
-			Highest: transcript.Number(r.t, transcript.Option(args, "highest"))}
-		if e.From != "" {
-			e.Past, e.Quorum = Past{}, q
+		e := Recalled{From: transcript.Option(args, "from")}
+		if e.Highest = transcript.Number(r.t, transcript.Option(args, "highest")); e.From != "" {
+			e.Quorum = q
+		} else {
+			e.Past = q.Past()
 		}
 		return r.step(e)
 	case "restored":
-		return r.step(Recalled{Highest: transcript.Number(r.t, args[0]), End: End{
-			transcript.Option(args, "run"), transcript.Number(r.t, transcript.Option(args, "step"))}})
+		return r.step(Recalled{Kept: Kept{Highest: transcript.Number(r.t, args[0]), End: End{
+			transcript.Option(args, "run"), transcript.Number(r.t, transcript.Option(args, "step"))}}})
 	case "copies":
 		hosts := func(option string) []string {
 			return strings.FieldsFunc(transcript.Option(args, option), func(r rune) bool { return r == ',' })

@@ -67,11 +67,9 @@ type (
 	}
 	// Recalled: a member, the disk, or the log of a cluster shows the last quorum that it knows.
 	Recalled struct {
-		Past    Past    // of the disk or the log
-		Quorum  *Quorum // of a member: all that it received in its last round; Past is not used
-		From    string  // the member that shows it, which must have been in it; empty: the disk or the log
-		Highest int64   // no id up to this one may be used again; 0: up to that of the quorum
-		End     End     // of the disk or the log
+		Kept           // by the disk or the log, but for the copies (Copied)
+		Quorum *Quorum // of a member: all that it received in its last round
+		From   string  // the member that shows it, which must have been in it; empty: the disk or the log
 	}
 	// Copied: what the keepers of the job's hosts hold, or what the disk or the log says that they held.
 	Copied struct {
@@ -259,14 +257,9 @@ type (
 		ReplicaID string // empty: it is about the job
 		Reason    string
 	}
-	// Keep makes the shell keep the state of the job that a restarted lighthouse, or the next leader, needs.
-	// It comes before the Deliver of a new quorum, and when a member has shown one.
-	Keep struct {
-		Past    Past   // zero: the training has ended, and only the ids are to be kept
-		Highest int64  // no id up to this one may be used again
-		End     End    // of the last run that is complete; zero: there is none
-		Copies  Copies // the newest that is known of
-	}
+	// Keep makes the shell keep the state of the job. It comes before the Deliver of a new quorum, and when a
+	// member has shown one.
+	Keep struct{ Kept }
 	// Changed reports that the set of members or the quorum_id changed, for the log and the dashboard.
 	Changed struct {
 		Quorum *Quorum

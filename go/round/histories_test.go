@@ -119,7 +119,7 @@ func (h *together) restart() {
 	h.lighthouse = quorum.NewMachine(togetherPolicy, h.now, 0)
 	clear(h.waiters)
 	if h.kept.Past.ID != 0 {
-		h.feed(quorum.Recalled{Past: h.kept.Past, Highest: h.kept.Highest})
+		h.feed(quorum.Recalled{Kept: quorum.Kept{Past: h.kept.Past, Highest: h.kept.Highest}})
 	}
 	for _, m := range h.members {
 		if m.alive && !m.upstream {

@@ -177,7 +177,8 @@ func (h *together) feed(e quorum.Event) {
 			if m := h.of(a.ReplicaID); m.alive && m.quorum != nil {
 				shown := *m.quorum
 				shown.Members = slices.Clone(shown.Members)
-				m.up = append(m.up, quorum.Recalled{Quorum: &shown, From: m.id, Highest: m.quorum.ID})
+				m.up = append(m.up, quorum.Recalled{Quorum: &shown, From: m.id,
+					Kept: quorum.Kept{Highest: m.quorum.ID}})
 			}
 		}
 	}

@@ -79,8 +79,8 @@ func TestALighthouseThatLostItsDirectoryIsReplaced(t *testing.T) {
 		settle(t, "it takes part", func() bool { return knowsThreeVoters(leader) && knowsThreeVoters(lost) })
 		t.Logf("replaced %s after the third one has come back", time.Since(began))
 		w.agree("job", "1")
-		third.kill() // the new instance counts
 		next, newer := leader, leader.node.Status().Term
+		third.kill() // the new instance counts
 		if third == leader {
 			next, newer = w.leads(third)
 		}

@@ -223,9 +223,14 @@ func TestARequestWithoutAUsableNameIsRefused(t *testing.T) {
 func TestALongWaitIsLoggedOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
-		answer := ask(dial(t, c, "a"), quorum.Member{ReplicaID: "a"}, time.Minute)
+		client := dial(t, c, "a")
+		answer := ask(client, quorum.Member{ReplicaID: "a"}, time.Minute)
 		time.Sleep(4 * time.Second)
 		assert.Zero(t, c.Log.Count("no quorum yet"))
+		for range 50 {
+			require.NoError(t, client.Heartbeat(t.Context(), "a"))
+			time.Sleep(time.Second)
+		}
 		require.Error(t, (<-answer).Err)
 		assert.Equal(t, 1, c.Log.Count("no quorum yet"), "%s", c.Log)
 	})

@@ -130,7 +130,7 @@ func (f *Feed) Run(stop <-chan struct{}) {
 func (f *Feed) due() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return len(f.viewers) > 0 || time.Now().Sub(f.looked) >= lookUnseen
+	return len(f.viewers) > 0 || time.Since(f.looked) >= lookUnseen
 }
 
 // look gets the status before it locks the feed, to avoid a deadlock: a job calls Record under its own lock,
@@ -158,7 +158,7 @@ func (f *Feed) look() {
 // thousand new viewers would send a thousand messages to each of the others.
 func (f *Feed) current() {
 	f.mu.Lock()
-	fresh := time.Now().Sub(f.looked) < lookEvery
+	fresh := time.Since(f.looked) < lookEvery
 	f.mu.Unlock()
 	if !fresh {
 		f.look()

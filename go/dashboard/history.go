@@ -189,8 +189,8 @@ func (h *History) known(id int64) int64 {
 }
 
 // Round adds a point for a round, unless the last point is too recent. It returns how many steps the job has
-// made since it came to the step before, and in which time. A round follows one step, or the steps of a quorum
-// that stood, which Advanced has counted.
+// made since it came to the step before, and in which time. A round follows one step, or the steps of a
+// quorum that stood, which Advanced has counted.
 func (h *History) Round(step int64, groups int, now time.Time) (made int64, took time.Duration) {
 	if step == h.latest.Step+1 { // otherwise a group with a later checkpoint has joined
 		made = 1

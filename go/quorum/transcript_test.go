@@ -264,7 +264,7 @@ func (r *scribe) step(e Event) []string {
 				answers = append(answers, fmt.Sprintf("%s is not believed: %s", a.ReplicaID, a.Reason))
 			case MemberRefused:
 				answers = append(answers, "member "+a.ReplicaID+" does not fit")
-			case CopyAwaited:
+			case CopyAwaited, MemberStraggles, JobStops, UnitSkipped:
 				answers = append(answers, "WARNING: "+a.Reason)
 			case JobRegressed:
 				answers = append(answers, fmt.Sprintf("WARNING, quorum %d regresses: %s", a.QuorumID, a.Reason))

@@ -13,8 +13,8 @@ import (
 )
 
 // disk is a store that fails for good with its first error: an operation that fails, takes longer than
-// diskTimeout, or panics, since bbolt and a file in memory do so if the data is damaged. It calls broken once,
-// before that operation returns.
+// diskTimeout, or panics, since bbolt and a file in memory do so if the data is damaged. It calls broken
+// once, before that operation returns.
 //
 // Raft panics if it cannot write its term or read its log. These operations report success after a failure.
 // That is safe, because the node must send nothing once broken was called.

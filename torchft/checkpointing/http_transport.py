@@ -107,8 +107,6 @@ class HTTPTransport(CheckpointTransport[T]):
             target=self._server.serve_forever, args=(0.1,), daemon=True, name="torchft-checkpoint-server"
         )
         self._thread.start()
-        self._shutdown_lock = threading.Lock()
-        self._down = False
 
     def address(self) -> str:
         """The address of this server for peers: `http://{host}:{port}/checkpoint/`."""
@@ -250,10 +248,6 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def shutdown(self, wait: bool = True) -> None:
         self._maker.check()
-        with self._shutdown_lock:
-            if self._down:
-                return
-            self._down = True
         # First end the waits of the request threads, so that `server_close` need not wait for them. A request
         # that arrives later is refused at once, because the source remains closed.
         limit = self._timeout if wait else 0.0

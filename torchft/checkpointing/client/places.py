@@ -95,7 +95,10 @@ class Destination:
         for path, tensor in self._own.items():
             _, region, _, offset, _, strides, _ = plain_node(announced[path])
             local = local_part(tensor)
-            if uses[region] != 1 or offset != 0 or local.numel() == 0 or not _can_fill(local.device):
+            kind = local.device.type
+            if uses[region] != 1 or offset != 0 or local.numel() == 0:
+                continue
+            if kind != "cpu" and copies_for(kind) is None:
                 continue
             storage, start = local.untyped_storage(), local.storage_offset() * local.element_size()
             padded = is_dtensor(tensor) and start == 0  # FSDP2 pads shards to equal sizes
@@ -151,10 +154,6 @@ def device_like(what: str, device: str) -> torch.device:
             f"{what}: the source has tensors on {device}, this process has no device of that kind"
         )
     return torch.device(kind, torch.accelerator.current_device_index())
-
-
-def _can_fill(device: torch.device) -> bool:
-    return device.type == "cpu" or copies_for(device.type) is not None
 
 
 def difference(tensor: torch.Tensor, path: Path, node: Optional[List[Any]]) -> Optional[str]:

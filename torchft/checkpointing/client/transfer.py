@@ -33,9 +33,7 @@ class Transfer:
             (ON_DEVICE if is_staged(region) else region.data_ptr(), region.numel()) for region in regions
         ]
         kept = [keep, self._staged]
-        self._fetch = NativeFetch(
-            pairs, kept, ticket.block_size, checked, stall=10.0, window=self._staged.window
-        )
+        self._fetch = NativeFetch(pairs, kept, ticket.block_size, checked, self._staged.window)
         self._staged.begin(self._fetch)
 
     def run(self, answer: Answer, ticket: Ticket, progress: TransferProgress) -> FetchStatus:

@@ -43,7 +43,7 @@ def receive_upstream(request: Request, answer: Answer, num_chunks: int, target: 
 
     def read(part: Request, answer: Answer) -> Any:
         assert answer.body is not None
-        return read_object(answer.body, part.what, answer.length, counter=progress, home=home)
+        return read_object(answer.body, part.what, answer.length, home, progress.expect, progress.count)
 
     def fetch(key: str) -> Any:
         part = replace(request, key=key)

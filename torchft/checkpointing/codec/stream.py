@@ -16,7 +16,7 @@ import pickle
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Callable, Dict, List, Optional, Protocol, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 import torch._weights_only_unpickler as restricted
@@ -29,17 +29,12 @@ from torchft.checkpointing.transport import CheckpointError, Interrupted
 _PROTOCOL = 2  # the only one that the restricted unpickler reads
 # Returns the storage to receive into, given a storage and the name of its device at the source.
 Home = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
+Count = Callable[[int], None]  # given a number of bytes
 _READ_PIECE = 32 << 20  # bytes per read at most, so that the progress is visible
 
 
-class ByteCounter(Protocol):
-    """Counts the bytes of streams."""
-
-    def expect(self, nbytes: int) -> None:
-        """So many bytes are announced."""
-
-    def count(self, nbytes: int) -> None:
-        """So many bytes have arrived."""
+def _no_count(nbytes: int) -> None:
+    pass
 
 
 def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -143,17 +138,18 @@ def read_object(
     file: io.BufferedIOBase,
     what: str,
     size: Optional[int] = None,
-    counter: Optional[ByteCounter] = None,
     home: Optional[Home] = None,
+    expect: Count = _no_count,
+    count: Count = _no_count,
 ) -> Any:
     """Reads one stream to its end and returns the object.
 
     Args:
         file: file to read the stream from; its buffer serves the many small reads, large reads bypass it
         size: length of the stream in bytes, if it is known
-        counter: counts the bytes that the stream announces, and those that have arrived
         home: chooses the storage to receive into, given a storage and the name of its device at the source.
             Default: the given storage
+        expect, count: called with the bytes that the stream announces, and with those that have arrived
 
     Raises:
         CheckpointError: the stream is cut short or malformed, or contains a type that is not allowed
@@ -170,17 +166,16 @@ def read_object(
     if size is not None and announced > size:
         # checked before memory is allocated for it
         raise CheckpointError(f"{what} announces {announced} bytes in its records, and has {size} in all")
-    if counter is not None:
-        counter.expect(announced)
+    expect(announced)
     records, memory = _Records(), HostMemory()
     for entry in entries:
         if entry.is_storage:
             flat = flat_storage(entry.length, what, torch.device("cpu"), memory)
-            _fill(file, tensor_memory(flat), entry, what, counter)
+            _fill(file, tensor_memory(flat), entry, what, count)
             records.storages[entry.key] = flat
         else:
             data = bytearray(entry.length)
-            _fill(file, memoryview(data), entry, what, counter)
+            _fill(file, memoryview(data), entry, what, count)
             records.data[entry.key] = bytes(data)
     if file.read(1):
         raise CheckpointError(f"{what} goes on after its last record")
@@ -247,9 +242,7 @@ def _entry(fields: Dict[str, Any]) -> _Entry:
     return _Entry(key, is_storage, length)
 
 
-def _fill(
-    file: io.BufferedIOBase, memory: memoryview, entry: _Entry, what: str, counter: Optional[ByteCounter]
-) -> None:
+def _fill(file: io.BufferedIOBase, memory: memoryview, entry: _Entry, what: str, count: Count) -> None:
     done = 0
     while done < entry.length:
         n = file.readinto(memory[done : done + _READ_PIECE])
@@ -258,5 +251,4 @@ def _fill(
                 f"{what} was cut short: record {entry.key} ends after {done} of {entry.length} bytes"
             )
         done += n
-        if counter is not None:
-            counter.count(n)
+        count(n)

@@ -19,6 +19,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 ON_DEVICE = -1  # stands for the address of memory on a device, which is copied through memory of this host
 
 _US = 1_000_000
+_STALL = 10.0  # seconds after which a stream that receives nothing is closed
 _REVOKE_TIMEOUT = 10  # seconds within which a cut stream must end
 
 # Owners of memory that a transfer may still write to. They stay here until the transfer has ended: an
@@ -170,7 +171,6 @@ class NativeFetch(_Handle):
     Args:
         regions: addresses (or ON_DEVICE) and lengths in bytes
         block_size: the source's block size, in bytes
-        stall: seconds after which a stream that receives nothing is closed
         window: blocks in a window, if some of the memory is on a device; see go/heal/windows.go
     """
 
@@ -182,13 +182,12 @@ class NativeFetch(_Handle):
         owner: object,
         block_size: int,
         checked: bool,
-        stall: float,
         window: int,
     ) -> None:
         super().__init__(native())
         memory = self._go.register_memory(_pairs(regions))
         streams = 0  # the core's default
-        handle = self._go.pyapi_HealFetch(memory, block_size, streams, checked, int(stall * _US), window)
+        handle = self._go.pyapi_HealFetch(memory, block_size, streams, checked, int(_STALL * _US), window)
         _registered[handle] = owner
         self._handle = handle
 

@@ -38,9 +38,8 @@ from torchft._manager.checks.replicas import Replicas
 from torchft._manager.connection import Connection
 from torchft._manager.edge import GroupServer, Transport, as_peers, as_server, device_of
 from torchft._manager.extras import OwnExtras
-from torchft._manager.heal import hyperparameters
+from torchft._manager.heal import hyperparameters, tracked
 from torchft._manager.heal.in_passing import InPassing, Obstacles, StillHealing
-from torchft._manager.heal.part_server import PartServer
 from torchft._manager.heal.recovery import Recovery
 from torchft._manager.heal.state import Stateful
 from torchft._manager.heal.together import Agreement, HealingRanks
@@ -411,7 +410,7 @@ class Manager(Stateful, Stepping):
             self._store,
             self._replica_id,
             State(self._manager_state_dict, self._load_manager_state_dict),
-            PartServer(self._replicas.state.optimizers).addresses,
+            partial(tracked.addresses, optimizers),
             Obstacles(self._transport, self._layout, self._data).to_snapshots,
             partial(setattr, self, "_sent", None),
             self._logger,
@@ -609,6 +608,8 @@ class Manager(Stateful, Stepping):
                 self._current.collectives.abort()
             self._current.dropped()
             self._end_trace()
+            if self._in_passing is not None:
+                self._in_passing.decided(False)
             if not replays:
                 self._lost(self._current.why_lost() if self._current.cause is not None else NO_VOTE)
         self._discard_unloaded_heal()
@@ -1259,8 +1260,8 @@ class Manager(Stateful, Stepping):
         committed = self._server.vote(self._step, step.vote(self._min_replica_size), timeout)
         step.decided(committed)
         self._rank_state.computed = False
-        if self._in_passing is not None and step.plan is not None:
-            self._in_passing.decided(step.plan, committed)
+        if self._in_passing is not None:
+            self._in_passing.decided(committed)
         if self._transfers.busy:
             self._transfers.end_serving(step)
         if committed and self._snapshots.on:

@@ -138,15 +138,6 @@ def test_a_learning_rate_on_a_device_falls_back_by_name(late: ModuleType) -> Non
         Parameters([adam]).hyperparameters()
 
 
-def test_gradients_on_a_device_are_copied(late: ModuleType) -> None:
-    """The replay of a CUDA graph writes into a gradient without counting its version up."""
-    weight = torch.ones(2, device="late", requires_grad=True)
-    weight.grad = torch.ones(2, device="late")
-    kept = Parameters([optim.SGD([weight])]).gradients({0}, {})
-    weight.grad.fill_(5)
-    assert kept[0].tolist() == [1, 1]
-
-
 def test_parameters_on_several_devices_are_healed_at_once(late: ModuleType) -> None:
     parameters = [torch.ones(2, device=f"late:{index}", requires_grad=True) for index in (0, 1)]
     with pytest.raises(Unsupported, match="parameter 1 is on late:1, and parameter 0 on late:0"):

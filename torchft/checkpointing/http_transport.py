@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from contextlib import closing
 from datetime import timedelta
-from typing import Callable, List, Mapping, Optional, Sequence, TypeVar
+from typing import Any, Callable, List, Mapping, Optional, Sequence, TypeVar
 
 from torchft._checks import check_positive
 from torchft._forked import Maker
@@ -15,7 +16,7 @@ from torchft.checkpointing.client.deadline import Deadline
 from torchft.checkpointing.client.receive import Memory, Receiver, receive_part
 from torchft.checkpointing.client.request import Abandon, Request
 from torchft.checkpointing.client.target import TargetState
-from torchft.checkpointing.codec.handshake import Name
+from torchft.checkpointing.codec.handshake import Name, read_frame
 from torchft.checkpointing.codec.requests import DECISION, FULL, METADATA, REST, StatePart, announce
 from torchft.checkpointing.native.core import NativeServer
 from torchft.checkpointing.source.checkpoint import Checkpoint
@@ -28,8 +29,6 @@ from torchft.utils import device_pci_address
 logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_DECISION_BYTES = 10
 
 
 class HTTPTransport(CheckpointTransport[T]):
@@ -167,9 +166,9 @@ class HTTPTransport(CheckpointTransport[T]):
         """Answers requests for parts of a step with this reason."""
         self._source.refuse_parts(step, reason)
 
-    def note_decision(self, step: int, quorum_id: int, committed: bool) -> None:
-        """Records whether an attempt at a step was committed, for targets that request it."""
-        self._source.decide(step, quorum_id, committed)
+    def note_decision(self, step: int, quorum_id: int, decision: Any) -> None:
+        """Records the decision on an attempt at a step, a JSON value, for targets that request it."""
+        self._source.decide(step, quorum_id, decision)
 
     def recv_part(
         self, metadata: str, step: int, key: str, timeout: timedelta, memory: Memory, abandon: Abandon
@@ -194,16 +193,18 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def recv_decision(
         self, metadata: str, step: int, quorum_id: int, timeout: timedelta, abandon: Abandon
-    ) -> Optional[bool]:
-        """Whether the source has committed an attempt at a step; None: it does not know.
+    ) -> Any:
+        """The source's decision on an attempt at a step; None: it does not know.
 
         Raises:
             CheckpointError, CheckpointTimeout: it did not answer
         """
-        deadline = Deadline(timeout.total_seconds())
-        with Request(metadata, step, f"{DECISION}{quorum_id}", deadline, abandon).ask() as answer:
+        request = Request(
+            metadata, step, f"{DECISION}{quorum_id}", Deadline(timeout.total_seconds()), abandon
+        )
+        with request.ask() as answer:
             assert answer.body is not None
-            return {b"true": True, b"false": False}.get(answer.body.read(_DECISION_BYTES))
+            return json.loads(read_frame(answer.body, request.what))
 
     def disallow_checkpoint(self) -> None:
         self._maker.check()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Optional
 from unittest.mock import MagicMock
 
 import pytest
@@ -17,7 +17,7 @@ from torchft._agreement import HEALS, announced
 from torchft._manager.heal import in_passing
 from torchft._manager.heal.in_passing import Fetch, InPassing
 from torchft._manager.heal.mode import LITTLE
-from torchft._manager.heal.part_server import PartServer, StepParts
+from torchft._manager.heal.step_parts import StepParts
 from torchft._manager.heal.tracked import Parameters
 from torchft.checkpointing import HTTPTransport
 
@@ -46,7 +46,7 @@ def test_at_step_0_the_state_is_transferred_at_once(step: int) -> None:
     heals.follow(of_source)
     assert heals.offer(of_source, whole=lambda: None) == (step > 0)
     assert transport.offer_parts.called == (step > 0)
-    heals.decided(of_source, True)
+    heals.decided(True)
     assert transport.note_decision.called == (step > 0)
     try:
         fetch = heals.join(plan(step), may_write=True)
@@ -120,7 +120,7 @@ def test_a_source_that_gives_no_parts_tells_its_targets_why(reason: str) -> None
     assert not heals.offer(plan_of_source(1), whole=lambda: None)
     step, said = transport.refuse_parts.call_args.args
     assert step == 1 and reason in said
-    heals.decided(plan_of_source(1), True)
+    heals.decided(True)
     assert not transport.note_decision.called and not transport.offer_parts.called
 
 
@@ -142,14 +142,15 @@ def test_what_is_prepared_before_the_first_quorum_is_used_for_one_heal(
     if why == "it does not heal":
         heals.follow(plan_of_source(1))
     if why == "it heals at step 0":
-        assert heals.join(plan(0), may_write=True) is Fetch.ALL
+        heals.follow(SimpleNamespace(max_step=0, heal=True))  # type: ignore[arg-type]
     if why == "its optimizer has changed":
         optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
     try:
-        assert (heals._prepared is None) == (why.startswith("it "))
         assert heals.join(plan(1), may_write=True) is Fetch.NOTHING
-        assert heals._target is not None and heals._target.parameters is made[bool(why)]
-        assert heals._prepared is None
+        assert (
+            heals._target is not None and heals._target.parameters is made[why == "its optimizer has changed"]
+        )
+        assert bool(heals._target.parameters._memory._prepared) == (not why)
     finally:
         heals.stop()
 
@@ -158,7 +159,7 @@ def test_nothing_is_prepared_where_groups_do_not_train_along() -> None:
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
     heals = heals_of([optimizer], refuses=lambda: "why")
     heals.prepare()
-    assert heals._prepared is None
+    assert heals._known is None
 
 
 def test_the_manager_prepares_before_its_first_request(fixture: Fixture) -> None:
@@ -198,13 +199,39 @@ def test_what_cannot_be_prepared_is_no_error(monkeypatch: pytest.MonkeyPatch, re
     optimizers = [optimizer] if reason == "its step fails" else []
     heals = heals_of(optimizers, logger=logger)
     heals.prepare()
-    assert reason in logger.info.call_args.args[0] and heals._prepared is None
+    assert reason in logger.info.call_args.args[0]
+
+
+@pytest.mark.parametrize("decided", [True, False, None])
+def test_a_source_tells_with_what_it_has_committed(decided: Optional[bool]) -> None:
+    """Once. A script that goes on without a vote does not let its targets wait."""
+    transport = MagicMock(gives_parts=True)
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5)
+    heals = heals_of([optimizer], transport)
+    assert heals.offer(plan_of_source(1), whole=lambda: None)
+    optimizer.param_groups[0]["lr"] = 0.25
+    if decided is not None:
+        heals.decided(decided)
+    heals.decided(False)  # the next step begins
+    ((step, quorum_id, decision),) = [call.args for call in transport.note_decision.call_args_list]
+    assert (step, quorum_id) == (1, 3)
+    assert decision[0][0]["lr"] == 0.25 if decided else decision is None
+
+
+def test_a_hyperparameter_that_cannot_be_sent() -> None:
+    """The targets learn of it before they have received anything."""
+    transport = MagicMock(gives_parts=True)
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5)
+    heals = heals_of([optimizer], transport)
+    optimizer.param_groups[0]["lr"] = object()
+    assert not heals.offer(plan_of_source(1), whole=lambda: None)
+    assert "'lr' of the optimizer is a object" in transport.refuse_parts.call_args.args[1]
 
 
 def test_a_source_describes_its_parameters_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until they change. The other groups train meanwhile: thousands of parameters take some milliseconds."""
-    described = MagicMock(return_value="")
-    monkeypatch.setattr(Parameters, "layout", described)
+    described = MagicMock(side_effect=Parameters)
+    monkeypatch.setattr(in_passing, "Parameters", described)
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     heals = heals_of([optimizer])
     for step in (1, 2):
@@ -218,7 +245,7 @@ def test_a_source_describes_its_parameters_once(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("key", ["part.0.7.0.0", "part.3.2.0.0", "part.0.0.0.7", "rest.0.1.0.1"])
 def test_a_part_that_does_not_exist_is_refused(key: str) -> None:
-    parts = StepParts(*PartServer([torch.optim.SGD(nn.Linear(2, 2).parameters())]).parameters(), lambda: None)
+    parts = StepParts(Parameters([torch.optim.SGD(nn.Linear(2, 2).parameters())]), lambda: None)
     assert parts.part("part.1.3.0.6").memory.numel() == 8
     with pytest.raises(ValueError, match=r"there is no part of the elements|is no part of a state"):
         parts.part(key)

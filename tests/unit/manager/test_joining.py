@@ -19,9 +19,9 @@ from tests.unit.waiting import wait_until
 from torchft._manager.heal import joining
 from torchft._manager.heal.in_passing import Fetch, InPassing
 from torchft._manager.heal.joining import Target
-from torchft._manager.heal.part_server import PartServer, StepParts
 from torchft._manager.heal.recovery import Recovery
-from torchft._manager.heal.rules import FIRST, NOTHING, Ask
+from torchft._manager.heal.rules import FIRST, Ask
+from torchft._manager.heal.step_parts import StepParts
 from torchft._manager.heal.together import Agreement, HealingRanks
 from torchft._manager.heal.tracked import Parameters
 from torchft._manager.rank import Position
@@ -55,7 +55,7 @@ class Peer:
         asked: the requests of the target: the key of a part, or "decision"; with another source its name
             before it.
         errors: raised by the next requests for parts, one by one.
-        decision: what it says of each step; None: it does not answer.
+        commits: whether it says that it commits each step; None: it does not answer.
         answers: requests for parts wait until this is set, or until they are aborted.
         decides: the same, for requests for a decision.
     """
@@ -65,7 +65,7 @@ class Peer:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.5)
         self.asked: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
-        self.decision: Optional[bool] = None
+        self.commits: Optional[bool] = True
         self.answers, self.decides = threading.Event(), threading.Event()
         self.answers.set()
         self.decides.set()
@@ -77,18 +77,18 @@ class Peer:
         _held(self.answers, abandon)
         if not self.errors.empty():
             raise self.errors.get()
-        part = StepParts(*PartServer([self.optimizer]).parameters(), lambda: None).part(key)
+        part = StepParts(Parameters([self.optimizer]), lambda: None).part(key)
         memory(part.value, part.memory.numel()).copy_(part.memory)
         return part
 
     def recv_decision(
         self, metadata: str, step: int, quorum_id: int, timeout: timedelta, abandon: Abandon
-    ) -> bool:
-        self.asked.put("decision")
+    ) -> Any:
+        self.asked.put("decision" if metadata == "source" else f"{metadata}: decision")
         _held(self.decides, abandon)
-        if self.decision is None:
+        if self.commits is None:
             raise CheckpointError("it does not answer")
-        return self.decision
+        return Parameters([self.optimizer]).hyperparameters() if self.commits else None
 
     def next(self) -> str:
         return self.asked.get(timeout=DEADLINE_SEC)
@@ -143,78 +143,49 @@ def same(ours: nn.Module, theirs: nn.Module) -> bool:
     return all(torch.equal(mine, yours) for mine, yours in zip(ours.parameters(), theirs.parameters()))
 
 
-@pytest.mark.parametrize("decision", [True, False, None])
-def test_a_heal_in_passing(peer: Peer, start: Any, decision: Optional[bool]) -> None:
-    """Without a report of the source the gradient is kept until the next quorum, which shows that it was
-    committed.
+@pytest.mark.parametrize("commits", [True, False, None])
+def test_a_heal_in_passing(peer: Peer, start: Any, commits: Optional[bool]) -> None:
+    """The gradient is applied with the hyperparameters of the vote. Without a report that the source has
+    committed the step, the heal starts over if it was committed all the same.
     """
     target, ours = start()
-    peer.decision = decision
+    peer.commits = commits
     target.quorum(plan(7), together=True)
     assert peer.next() == "part.0.6.0.0"
     until(target, lambda: target.heal.here == 6)
     assert same(ours, peer.model) and target.wrote
     gradients(ours, peer.model)
     target.reduces()
+    peer.optimizer.param_groups[0]["lr"] = 0.25
     target.advance(reduced=True)
     assert peer.next() == "decision"
     peer.optimizer.step()
-    assert same(ours, peer.model) == (decision is True)
+    assert same(ours, peer.model) == (commits is True)
     target.quorum(plan(8), together=True)
-    assert same(ours, peer.model)
-    assert peer.next() == "part.6.6.0.6"
-    until(target, lambda: target.heal.ends)
-    target.advance(reduced=True)
-    if decision is None:
-        assert peer.asked.empty(), "a source that did not answer is not asked again"
-    assert target.heal.abandoned is None
+    assert peer.next() == ("part.6.6.0.6" if commits else "part.0.6.0.0")
+    until(target, lambda: target.heal.ends or not commits)
+    until(target, lambda: target.heal.here == 6)
+    assert same(ours, peer.model) and target.heal.abandoned is None
 
 
-def test_a_gradient_that_the_training_loop_changes_starts_the_heal_over(peer: Peer, start: Any) -> None:
-    """Also if PyTorch increments its version after the gradient was applied."""
+def test_a_step_that_failed_here_is_not_asked_for(peer: Peer, start: Any) -> None:
     target, ours = start()
     target.quorum(plan(7), together=True)
+    assert peer.next() == "part.0.6.0.0"
     until(target, lambda: target.heal.here == 6)
-    gradients(ours, peer.model)
-    target.advance(reduced=True)
-    peer.optimizer.step()
-    target.quorum(plan(8), together=True)
-    until(target, lambda: target.heal.same == 6)
-    for p in ours.parameters():
-        p.grad.zero_()  # as zero_grad(set_to_none=False) does while the gradient is applied
-    target.advance(reduced=True)
-    assert (target.heal.here, target.heal.abandoned) == (0, None)
+    gradients(ours)
+    target.advance(reduced=False)
+    assert peer.asked.empty() and same(ours, peer.model)
 
 
-def test_another_attempt_at_a_step_has_other_hyperparameters(peer: Peer, start: Any) -> None:
-    """A scheduler may step although the first attempt failed."""
-    target, ours = start()
-    target.quorum(plan(7), together=True)
-    until(target, lambda: target.heal.here == 6)
-    peer.optimizer.param_groups[0]["lr"] = 0.25
-    gradients(ours, peer.model)
-    target.advance(reduced=True)
-    again = plan(7)
-    again.quorum_id = 8
-    target.quorum(again, together=True)
-    target.advance(reduced=True)
-    peer.optimizer.step()
-    following = plan(8)
-    following.committed_quorum_id = 8
-    target.quorum(following, together=True)
-    assert same(ours, peer.model)
-
-
-def test_an_optimizer_that_adds_to_its_gradients_is_no_change_by_the_training_loop(
-    peer: Peer, start: Any
-) -> None:
+def test_an_optimizer_that_adds_to_its_gradients(peer: Peer, start: Any) -> None:
     target, ours = start()
     for model in (ours, peer.model):
         settings: dict[str, Any] = {"lr": 0.5, "momentum": 0.9, "nesterov": True, "foreach": True}
         optimizer = torch.optim.SGD(model.parameters(), **settings)
         if model is ours:
             target.parameters = Parameters([optimizer])
-            target._layout = target.parameters.layout()
+            target._layout = target.parameters.layout
         else:
             peer.optimizer = optimizer
     target.quorum(plan(7), together=True)
@@ -228,44 +199,19 @@ def test_an_optimizer_that_adds_to_its_gradients_is_no_change_by_the_training_lo
         until(target, lambda: target.heal.complete)
 
 
-def test_a_step_waits_for_its_first_answer_once(
-    peer: Peer, start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(joining, "_FIRST_SEC", 0.05)
-    target, _ = start()
-    peer.answers.clear()
-    target.quorum(plan(7), together=True)
-    target.reduces()
-    waits: list[float] = []
-    wait_for = target._cond.wait_for
-    monkeypatch.setattr(
-        target._cond, "wait_for", lambda ready, timeout: (waits.append(timeout), wait_for(ready, timeout))[1]
-    )
-    target.reduces()
-    target.advance(reduced=True)
-    assert waits[:2] == [0.0, 0.0]
-    assert target.heal.abandoned is None
-
-
 def test_a_part_of_another_size_gets_no_memory(peer: Peer, start: Any) -> None:
     target, _ = start()
-    value = {"layout": target._layout, "states": [{}, {}], "hyperparameters": []}
+    value = {"layout": target._layout, "states": 2 * [{"": {"range": "float32"}}]}
     with pytest.raises(ValueError, match="a part of 1099511627776 bytes in place of 24"):
-        target._begin(Ask(0, 6, 0, 0), plan(7), value, 1 << 40)
+        target._begin(Ask(0, 6, 0, 0), value, 1 << 40)
     assert target._buffer.numel() == 0
 
 
 def test_a_part_that_is_late_is_of_no_use(peer: Peer, start: Any) -> None:
     target, ours = start()
     before = [p.detach().clone() for p in ours.parameters()]
-    target.pace.pause = lambda now: 1e6
-    target.quorum(plan(7), together=True)
-    assert peer.next() == NOTHING.key  # else the step would wait for the hyperparameters
-    until(target, lambda: target._request is None)
     peer.answers.clear()
-    with target._cond:
-        target.pace.pause = lambda now: 0.0
-        target._cond.notify_all()
+    target.quorum(plan(7), together=True)
     assert peer.next() == "part.0.6.0.0"
     target.advance(reduced=True)
     assert target.heal._amount == FIRST // 2
@@ -277,7 +223,10 @@ def test_a_part_that_is_late_is_of_no_use(peer: Peer, start: Any) -> None:
     assert same(ours, peer.model) and target.heal.abandoned is None
 
 
-def test_a_source_that_fails_is_replaced_by_that_of_the_next_quorum(start: Any, peer: Peer) -> None:
+def test_a_source_that_fails_is_replaced_by_that_of_the_next_quorum(
+    start: Any, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "_RETRY_SEC", 0.001)
     located: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def locate(address: str) -> str:
@@ -286,17 +235,34 @@ def test_a_source_that_fails_is_replaced_by_that_of_the_next_quorum(start: Any, 
             raise RuntimeError(f"{address} was not reached")
         return address
 
-    target, _ = start(locate)
+    target, ours = start(locate)
     target.quorum(plan(7, "first"), together=True)
-    until(target, lambda: target._gave_up)
-    assert [located.get() for _ in range(located.qsize())] == 4 * ["first"]
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(target.reduces).result(DEADLINE_SEC / 4)  # nothing waits for it
-        pool.submit(target.advance, True).result(DEADLINE_SEC / 4)
+    assert [located.get(timeout=DEADLINE_SEC) for _ in range(3)] == 3 * ["first"], "it is asked again"
+    target.advance(True)
     target.quorum(plan(8, "second"), together=True)
     until(target, lambda: target.heal.here == 6)
     assert peer.next() == "second: part.0.6.0.0"
+    gradients(ours, peer.model)
+    target.advance(True)
+    peer.optimizer.step()
+    assert peer.next() == "second: decision" and same(ours, peer.model)
     assert target.heal.abandoned is None
+
+
+def test_a_source_without_parts_in_a_step_is_located_for_its_decision(peer: Peer, start: Any) -> None:
+    """What is here would be of no step otherwise."""
+    target, ours = start()
+    target.quorum(plan(7), together=True)
+    until(target, lambda: target.heal.here == 6)
+    gradients(ours, peer.model)
+    target.advance(True)
+    peer.optimizer.step()
+    target.pace.pause = lambda now: 1e6
+    target.quorum(plan(8, "second"), together=True)
+    gradients(ours, peer.model)
+    target.advance(True)
+    peer.optimizer.step()
+    assert same(ours, peer.model) and target.heal.here == 6
 
 
 @pytest.mark.parametrize(
@@ -344,31 +310,23 @@ def test_a_difference_ends_a_heal_in_passing(peer: Peer, start: Any) -> None:
     assert "differ from the source's in step 8, in the elements 0 to 6" in str(target.heal.abandoned)
 
 
-@pytest.mark.parametrize("waits_for", ["first answer", "decision"])
-def test_a_source_that_is_reported_to_have_failed_is_not_waited_for(
-    peer: Peer, start: Any, waits_for: str
-) -> None:
+def test_a_source_that_is_reported_to_have_failed_is_not_waited_for(peer: Peer, start: Any) -> None:
     """A stopped process keeps its connection open, so the request would end at its timeout only."""
     target, ours = start()
-    if waits_for == "first answer":
-        peer.answers.clear()
     target.quorum(plan(7), together=True)
     assert peer.next() == "part.0.6.0.0"
-    if waits_for == "decision":
-        until(target, lambda: target.heal.here == 6 and target._request is None)
-        peer.decides.clear()
+    until(target, lambda: target.heal.here == 6 and target._request is None)
+    peer.decides.clear()
     gradients(ours)
     with ThreadPoolExecutor(1) as pool:
         votes = pool.submit(target.advance, True)
-        if waits_for == "decision":
-            assert peer.next() == "decision"
+        assert peer.next() == "decision"
         target.peer_failed(6, "source/0")
         target.peer_failed(7, "additional/0")
         assert not votes.done(), "these failures are of another quorum, or of another group"
         target.peer_failed(7, "source/0")
         votes.result(DEADLINE_SEC / 2)
-    assert bool(target._kept) == (waits_for == "decision")
-    assert target.heal.abandoned is None
+    assert same(ours, peer.model) and target.heal.abandoned is None
 
 
 def test_a_source_that_has_failed_is_not_asked(peer: Peer, start: Any) -> None:
@@ -379,13 +337,9 @@ def test_a_source_that_has_failed_is_not_asked(peer: Peer, start: Any) -> None:
     gradients(ours)
     target.advance(reduced=True)
     assert peer.next() == "part.0.6.0.0" and peer.asked.empty()
-    assert target._kept
 
 
-def test_only_the_first_request_of_a_step_does_not_wait_for_the_end_of_a_pause(
-    peer: Peer, start: Any
-) -> None:
-    """It has no part then: other groups may wait for its answer, which has the hyperparameters."""
+def test_requests_wait_for_the_end_of_a_pause(peer: Peer, start: Any) -> None:
     target, _ = start()
     paused = threading.Event()
 
@@ -396,14 +350,9 @@ def test_only_the_first_request_of_a_step_does_not_wait_for_the_end_of_a_pause(
     target.pace.pause = pause
     target.quorum(plan(7), together=True)
     target.pace.quorum.assert_called_once()
-    assert peer.next() == NOTHING.key
     target.reduces()
     target.pace.reduces.assert_called_once()
-    paused.clear()
-    with target._cond:
-        target._cond.notify_all()
-    assert paused.wait(DEADLINE_SEC)
-    assert peer.asked.empty()
+    assert paused.wait(DEADLINE_SEC) and peer.asked.empty()
     target.pace.spent.assert_not_called()
     with target._cond:
         target.pace.pause = lambda now: 0.0
@@ -497,7 +446,7 @@ def test_if_the_rest_does_not_arrive_the_whole_state_is_fetched(
     target = heals._target
     assert target is not None
     target.heal.here = target.heal.same = target.heal._comparable = target.heal.total
-    target.heal.keep()
+    target.heal.applied()
     fetched: list[Any] = []
 
     def fetch(of: Any, has: Any = None) -> Position:
@@ -507,7 +456,6 @@ def test_if_the_rest_does_not_arrive_the_whole_state_is_fetched(
         return Position(of.max_step, 0, 0)
 
     recovery._fetch = fetch  # type: ignore[method-assign]
-    target._hyperparameters[7] = target.parameters.hyperparameters()
     with pytest.raises(CheckpointError, match="the source has ended"):
         recovery.heal(plan(8), at_once=False)
     assert not recovery.joining and heals.join(plan(9), may_write=True) is Fetch.ALL

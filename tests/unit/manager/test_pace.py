@@ -115,7 +115,7 @@ def test_a_step_into_which_a_request_reaches_is_not_a_quiet_one(ends: float) -> 
 
 
 def test_if_all_quiet_steps_are_disturbed_pieces_are_requested_between_them() -> None:
-    """The work of a target whose gradients are applied a step later may take part of each step."""
+    """The target's own work may take part of each step."""
     share, quiet = TimeShare(), []
     for _ in range(60):
         quiet.append(share.quiet)

@@ -21,7 +21,6 @@ from torchft._manager.heal.rules import (
     NOTHING,
     Ask,
     Heal,
-    Outcome,
 )
 from torchft._manager.heal.together import HealingRanks, Progress
 
@@ -29,71 +28,59 @@ from torchft._manager.heal.together import HealingRanks, Progress
 def heal_in(step: int, total: int = 3) -> Heal:
     """A heal of which two elements have arrived in this step of quorum 1."""
     heal = Heal(total)
-    assert heal.quorum(step, 1, 1, 0.0) is Outcome.NONE
+    assert heal.quorum(step, 1, 1, 0.0)
     heal.arrived(Ask(0, 2, 0, 0), 1.0)
     return heal
 
 
 @pytest.mark.parametrize(
-    ("kept", "quorum", "outcome"),
+    ("applied", "quorum", "stays"),
     [
-        (True, (8, 1, 1), Outcome.APPLY),
-        (True, (7, 2, 1), Outcome.NONE),
-        (True, (8, 2, 2), Outcome.MISSED),  # step 7 was committed in a quorum without this group
-        (True, (9, 1, 1), Outcome.MISSED),
-        (False, (7, 2, 1), Outcome.NONE),
-        # The reduction failed only in this group: the others committed the step.
-        (False, (8, 1, 1), Outcome.MISSED),
+        (True, (8, 1, 1), True),
+        # The source failed after its report, and the others did not commit step 7.
+        (True, (7, 2, 1), False),
+        (True, (8, 2, 2), False),  # the others committed another attempt at step 7
+        (True, (9, 1, 1), False),
+        (False, (7, 2, 1), True),
+        # The reduction failed only here, or the source did not answer: the others committed the step.
+        (False, (8, 1, 1), False),
     ],
 )
 def test_what_the_next_quorum_says_of_a_step(
-    kept: bool, quorum: tuple[int, int, int], outcome: Outcome
+    applied: bool, quorum: tuple[int, int, int], stays: bool
 ) -> None:
     heal = heal_in(7)
-    if kept:
-        heal.keep()
-    assert heal.quorum(*quorum, 0.0) is outcome
-    assert heal.here == (0 if outcome is Outcome.MISSED else 2)
+    if applied:
+        heal.applied()
+    assert heal.quorum(*quorum, 0.0) is stays
+    assert heal.here == (2 if stays else 0)
     assert heal.next() == (heal.here, 3, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("quorum", "outcome"),
-    [
-        ((8, 1, 1), Outcome.NONE),
-        # The source failed after its report, and the others did not commit step 7.
-        ((7, 2, 1), Outcome.MISSED),
-        ((8, 2, 2), Outcome.MISSED),  # the others committed another attempt at step 7
-        ((9, 1, 1), Outcome.MISSED),
-    ],
-)
-def test_a_gradient_that_the_source_has_committed_is_applied_at_once(
-    quorum: tuple[int, int, int], outcome: Outcome
-) -> None:
-    heal = heal_in(7)
-    heal.keep()
-    heal.committed()
-    assert heal.quorum(*quorum, 0.0) is outcome
-    assert heal.next() == (2 if outcome is Outcome.NONE else 0, 3, 0, 0)
 
 
 def test_an_attempt_without_a_vote_changes_nothing() -> None:
     heal = heal_in(7)
-    heal.keep()
-    assert heal.quorum(8, 1, 1, 0.0) is Outcome.APPLY
-    assert heal.quorum(8, 2, 1, 0.0) is Outcome.NONE
+    heal.applied()
+    assert heal.quorum(8, 1, 1, 0.0)
+    assert heal.quorum(8, 2, 1, 0.0)
     assert heal.next() == (2, 3, 0, 0)
+
+
+def test_nothing_is_lost_before_the_first_part() -> None:
+    heal = Heal(3)
+    for step in range(2 * MAX_RESTARTS):
+        assert heal.quorum(step, 1, 1, 0.0)
+    assert heal.abandoned is None
 
 
 def test_all_that_is_here_is_compared_in_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "FIRST", 1)
     heal = heal_in(7, total=3)
-    heal.keep()
+    heal.applied()
     heal.quorum(8, 1, 1, 0.0, together=False)
     assert heal.next() == (2, 3, 0, 0)
     heal.arrived(heal.next(), 1.0)
     assert heal.next().empty, "no gradient was applied to the last part"
-    heal.keep()
+    heal.applied()
     heal.quorum(9, 1, 1, 0.0, together=False)
     for ask in ((3, 3, 0, 2), (3, 3, 2, 3)):
         assert heal.next() == ask and not heal.complete
@@ -103,7 +90,7 @@ def test_all_that_is_here_is_compared_in_a_later_step(monkeypatch: pytest.Monkey
         assert heal.next() == ask
         heal.compared(heal.next(), equal=True)
         assert heal.complete
-    heal.keep()
+    heal.applied()
     heal.quorum(10, 1, 1, 0.0)
     assert heal.ends and not heal.waits
     heal.compared(heal.next(), equal=False)
@@ -126,6 +113,18 @@ def test_the_size_of_parts() -> None:
     assert heal.next().end - heal.here == LEAST
 
 
+def test_a_vote_waits_longer_while_answers_are_late() -> None:
+    heal = Heal(3)
+    heal.quorum(7, 1, 1, 0.0)
+    waits = []
+    for _ in range(12):
+        waits.append(heal.patience)
+        heal.late()
+    assert waits[:4] == [0.01, 0.02, 0.04, 0.08] and waits[-3:] == [2.0, 2.0, 2.0]
+    heal.arrived(heal.next(), 1.0)
+    assert heal.patience == 0.01
+
+
 def test_it_gives_up_with_a_reason() -> None:
     heal = Heal(1)
     for step in range(MAX_RESTARTS + 1):
@@ -139,7 +138,7 @@ def test_it_gives_up_with_a_reason() -> None:
     for step, now in enumerate((0.0, MAX_IDLE_SEC, MAX_IDLE_SEC + 1)):
         assert heal.abandoned is None
         heal.quorum(step, 1, 1, now)
-        heal.keep()
+        heal.applied()
     assert heal.abandoned == "in 61 s nothing of the state has arrived in its step"
 
     heal = heal_in(7)
@@ -195,18 +194,12 @@ class Target:
         self.job = job
         self.heal = Heal(total)
         self.state: list[list[str]] = [[] for _ in range(total)]
-        self.kept: Optional[str] = None
         self.confirmed = 0  # gradients that were applied because the source reported its commit
         self.late = 0  # parts
 
     def quorum(self, together: bool = True) -> None:
         job = self.job
-        outcome = self.heal.quorum(job.step, job.quorum_id, job.committed_quorum_id, 0.0, together)
-        if outcome is Outcome.APPLY:
-            if job.random.random() < 0.02:
-                self.heal.miss()  # its hyperparameters are not known
-            else:
-                self.apply()
+        self.heal.quorum(job.step, job.quorum_id, job.committed_quorum_id, 0.0, together)
 
     def ask(self) -> None:
         """Sends one request, which may be answered too late."""
@@ -225,11 +218,6 @@ class Target:
             self.state[element] = list(job.committed)
         heal.arrived(ask, job.random.random())
 
-    def apply(self) -> None:
-        assert self.kept is not None
-        for state in self.state:  # also to elements that are missing: they are replaced later
-            state.append(self.kept)
-
     def vote(self, gradient: Optional[str], committed: bool) -> bool:
         """Ends a step. Returns whether this group has the complete state.
 
@@ -237,15 +225,13 @@ class Target:
             gradient: the averaged gradient; None if a reduction failed.
             committed: whether the source reports that it committed the step, if it is asked and answers.
         """
-        heal, self.kept = self.heal, gradient
-        if heal.ends:
+        if self.heal.ends:
             return self.job.alive  # the rest of the state arrives
-        if gradient is not None:
-            heal.keep()
-            if committed and self.job.random.random() < 0.6:
-                heal.committed()
-                self.apply()
-                self.confirmed += 1
+        if gradient is not None and committed and self.job.random.random() < 0.99:
+            self.heal.applied()
+            for state in self.state:  # also to elements that are missing: they are replaced later
+                state.append(gradient)
+            self.confirmed += 1
         return False
 
 

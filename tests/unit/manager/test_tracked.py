@@ -72,23 +72,20 @@ def test_parts_healed_one_by_one_end_equal(
     theirs, ours = Parameters([optimizers[0]]), Parameters([optimizers[1]])
     for parameters in (theirs, ours):
         parameters.check()
-    assert theirs.layout() == ours.layout()
+    assert theirs.layout == ours.layout
     for step in range(3):
         _gradients(source, step, at_once)
         optimizers[0].step()
-    kept: dict[int, torch.Tensor] = {}
     for step, begin in enumerate(range(0, ours.total, 6), start=3):
         part = begin, min(begin + 6, ours.total)
         states, memory = theirs.read(*part)
         ours.write(*part, json.loads(json.dumps(states)), memory)
-        tracked = ours.begun(part[1])
         optimizers[0].param_groups[0]["lr"] = 0.1 / step
         sent = json.loads(json.dumps(theirs.hyperparameters()))
         _gradients(source, step, at_once)
         _gradients(target, step, at_once)
-        kept = ours.gradients(tracked, ours.copies(kept))
         own = [p.grad for p in target.parameters()]
-        ours.step(tracked, kept, sent)
+        ours.step(part[1], sent)
         assert all(a is b for a, b in zip(own, (p.grad for p in target.parameters())))
         assert optimizers[1].param_groups[0]["lr"] == settings["lr"], (
             "else it would count as set by the script"
@@ -145,7 +142,7 @@ def test_what_is_prepared_changes_nothing(
     before = str(optimizers[0].state_dict())
     Parameters([optimizers[0]]).prepare()
     assert str(optimizers[0].state_dict()) == before
-    nbytes = Parameters([optimizers[0]]).nbytes()
+    nbytes = Parameters([optimizers[0]]).nbytes
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
     for step in range(3):
         for one, optimizer in zip((model, twin), optimizers):
@@ -196,46 +193,11 @@ def test_a_first_step_uses_the_memory_that_is_prepared() -> None:
     adam = optim.Adam([target], fused=True)
     ours = Parameters([adam])
     ours.prepare()
-    gradients = {0: torch.ones_like(target)}
+    target.grad = torch.ones_like(target)
     before = resident()
     ours.write(0, 1 << 18, states, memory)
-    ours.step({0}, gradients, ours.hyperparameters())
+    ours.step(1 << 18, ours.hyperparameters())
     assert resident() - before < 32 << 20, "of 128 MB"
-
-
-def test_a_step_does_not_disturb_a_backward_pass() -> None:
-    """During a heal in passing the training loop runs on another thread, with its own gradients."""
-    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-    optimizer = optim.Adam(model.parameters())
-    loss = model(torch.ones(1, 2)).square().sum()  # its backward pass reads weights
-    ours = Parameters([optimizer])
-    before = [p.detach().clone() for p in model.parameters()]
-    all_of_them = dict(enumerate(torch.ones_like(p) for p in model.parameters()))
-    ours.step(set(all_of_them), all_of_them, ours.hyperparameters())
-    assert all(p.grad is None for p in model.parameters())
-    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before))
-    loss.backward()
-    assert all(p.grad is not None for p in model.parameters())
-    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
-
-
-@pytest.mark.parametrize("to_none", [True, False])
-def test_gradients_are_copied_where_the_loop_changes_them(to_none: bool) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = optim.Adam(model.parameters())
-    ours = Parameters([optimizer])
-    kept: dict[int, torch.Tensor] = {}
-    for borrowed in (True, to_none):
-        model(torch.ones(1, 2)).sum().backward()
-        expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        kept = ours.gradients({0, 1}, ours.copies(kept))
-        assert (kept[0] is model.weight.grad) == borrowed
-        optimizer.zero_grad(to_none)
-        model(2 * torch.ones(1, 2)).sum().backward()
-        unchanged = all(torch.equal(kept[number], one) for number, one in enumerate(expected))
-        assert unchanged == (to_none or not borrowed)
-        assert ours.unchanged(kept) == unchanged
-        optimizer.zero_grad()
 
 
 class _Own(optim.Adam):
@@ -274,12 +236,15 @@ def test_parameters_in_another_order_are_found() -> None:
     one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     optimizer = optim.SGD([one, other])
     ours = Parameters([optimizer])
-    layout = ours.layout()
-    ours.step({0}, {0: torch.ones(2)}, ours.hyperparameters())
+    layout = ours.layout
+    one.grad = torch.ones(2)
+    ours.step(1, ours.hyperparameters())
+    assert not other.any() and one.any() and ours.describes([optimizer])
     optimizer.param_groups[0]["params"] = [other, one]
-    assert Parameters([optimizer]).layout() == layout
+    assert not ours.describes([optimizer])
+    assert Parameters([optimizer]).layout == layout
     with pytest.raises(Unsupported, match="the parameter groups of an optimizer were changed"):
-        ours.step({0}, {0: torch.ones(2)}, ours.hyperparameters())
+        ours.step(1, ours.hyperparameters())
     optimizer.param_groups[0]["params"] = [one]
     with pytest.raises(Unsupported, match="the parameter groups of an optimizer were changed"):
         ours.check_groups()
@@ -309,12 +274,10 @@ def test_one_of_several_optimizers_steps() -> None:
     optimizers = [optim.Adam(model.parameters()) for model in models]
     ours = Parameters(optimizers)
     ours.check()
-    assert [ours.numbers(one) for one in (*optimizers, None)] == [{0, 1}, {2, 3}, set()]
     before = [p.detach().clone() for p in ours.all]
     for p in ours.all:
         p.grad = torch.ones_like(p)
-    numbers = ours.numbers(optimizers[1])
-    ours.step(numbers, ours.gradients(numbers, {}), ours.hyperparameters())
+    ours.step(ours.total, ours.hyperparameters(), optimizers[1])
     assert [torch.equal(*both) for both in zip(before, ours.all)] == [True, True, False, False]
     assert not optimizers[0].state
 
@@ -330,7 +293,6 @@ def test_an_optimizer_that_cannot_step_in_parts_is_left_out() -> None:
     ours.check()
     assert ours.given == optimizers and ours.optimizers == optimizers[1:]
     assert all(mine is p for mine, p in zip(ours.all, others.parameters(), strict=True))
-    assert ours.numbers(optimizers[0]) == set()
     with pytest.raises(Unsupported, match="_Own steps a parameter of another optimizer"):
         Parameters([_Own(others.parameters()), optimizers[1]]).check()
     optimizers[1].register_step_post_hook(lambda *_: None)
@@ -341,18 +303,24 @@ def test_an_optimizer_that_cannot_step_in_parts_is_left_out() -> None:
 def test_sparse_gradients_fall_back() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
+    parameters = Parameters([optim.SGD(embedding.parameters())])
     with pytest.raises(Unsupported, match="the gradient of parameter 0 is sparse"):
-        Parameters([optim.SGD(embedding.parameters())]).gradients({0}, {})
+        parameters.step(1, parameters.hyperparameters())
+
+
+OWN = {"": {"range": "float32"}}
 
 
 @pytest.mark.parametrize(
     ("states", "nbytes", "reason"),
     [
         ({}, 16, "a part of other parameters"),
-        ([{}], 16, "a part of other parameters"),
-        ([{}, {}], 20, "a part of 20 bytes in place of 24"),
-        ([{}, {"m": ["range", "float32"]}], 24, "a part of 24 bytes in place of 32"),
-        ([{}, {"m": ["range", "qint8x"]}], 24, "is no dtype"),
+        ([OWN], 16, "a part of other parameters"),
+        ([OWN, {}], 16, "a part of other parameters"),
+        ([{"": {"range": "float64"}}, OWN], 40, "a part of other parameters"),
+        ([OWN, OWN], 20, "a part of 20 bytes in place of 24"),
+        ([OWN, {**OWN, "m": {"range": "float32"}}], 24, "a part of 24 bytes in place of 32"),
+        ([OWN, {**OWN, "m": {"range": "qint8x"}}], 24, "is no dtype"),
     ],
 )
 def test_a_part_that_is_malformed_is_refused(states: Any, nbytes: int, reason: str) -> None:
@@ -376,8 +344,6 @@ def test_parts_of_many_parameters() -> None:
                 for i in range(first, last)
             ]
             assert found == [(1, 0), (1, 1), (1, 2), (4, 0), (4, 1), (5, 0)][begin:end]
-    assert [parameters.begun(end) & {1, 4, 5} for end in (0, 1, 3, 4)] == [set(), {1}, {1}, {1, 4}]
-    assert parameters.begun(6) == set(range(7))
 
 
 def test_a_count_in_host_memory_is_no_range_of_a_parameter_on_a_device() -> None:
@@ -424,7 +390,7 @@ def test_shards_end_equal(two_ranks: None, form: dict[str, bool]) -> None:
     for parameters in (source, target):
         parameters.check()
     assert source.total == 14
-    assert source.layout() == target.layout()
+    assert source.layout == target.layout
 
     def train(step: int) -> None:
         for one, other in zip(theirs, ours):
@@ -438,7 +404,7 @@ def test_shards_end_equal(two_ranks: None, form: dict[str, bool]) -> None:
         states, memory = source.read(*part)
         target.write(*part, json.loads(json.dumps(states)), memory)
         train(step)
-        target.step({0, 1}, target.gradients({0, 1}, {}), source.hyperparameters())
+        target.step(14, source.hyperparameters())
         assert source.digest(0, part[1]) == target.digest(0, part[1])
     for one, other in zip(theirs, ours):
         its, mine = optimizers[0].state[one], optimizers[1].state[other]
@@ -454,7 +420,7 @@ def test_shards_end_equal(two_ranks: None, form: dict[str, bool]) -> None:
 
 def test_groups_with_different_shards_have_different_layouts(two_ranks: None) -> None:
     layouts = {
-        Parameters([optim.SGD(made)]).layout()
+        Parameters([optim.SGD(made)]).layout
         for made in (_shards(5), _shards(4), _shards(5, dim=1), [torch.randn(4, 3), torch.randn(5, 4)])
     }
     assert len(layouts) == 4

@@ -2,7 +2,7 @@
 train.
 
 This module decides whether a heal can be done in passing. If not, the state is transferred at once, and the
-log says why. part_server.py is the source, joining.py the target. A heal in passing ends as one at once, of
+log says why. step_parts.py is the source, joining.py the target. A heal in passing ends as one at once, of
 what is left.
 """
 
@@ -11,16 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
 from torchft._manager.heal.joining import Locate, Target
 from torchft._manager.heal.mode import why_at_once
-from torchft._manager.heal.part_server import PartServer, StepParts
+from torchft._manager.heal.step_parts import StepParts
 from torchft._manager.heal.together import HealingRanks, Progress
-from torchft._manager.heal.tracked import Parameters, Unsupported
+from torchft._manager.heal.tracked import Parameters, Unsupported, addresses
 from torchft._manager.settings import HealMode
 from torchft.checkpointing.source.offer import with_copies
 from torchft.utils import DeviceEvent
@@ -94,12 +93,9 @@ class InPassing:
 
     Attributes:
         began: when the present heal began, by time.monotonic().
-        wrote: whether heals that have ended, or the present one until its last vote, have changed weights
-            since a state was loaded.
     """
 
     began = 0.0
-    wrote = False
 
     def __init__(
         self,
@@ -117,24 +113,47 @@ class InPassing:
         self._chooses = chooses
         self._min_replica_size = min_replica_size
         self._optimizers = optimizers
+        self._locate = locate
         self._refuses = refuses
         self._ranks = ranks
+        self._timeout = timeout
         self._logger = logger
-        self._make_target = partial(
-            Target, transport=transport, locate=locate, timeout=timeout, logger=logger
-        )
-        self._part_server = PartServer(optimizers)
-        self._known: Optional[list[Optimizer]] = None  # those of the next two
-        self._unsupported: Optional[str] = None
-        self._nbytes = 0
-        self._prepared: Optional[Parameters] = None
-        self._target: Optional[Target] = None
+        self._known: Optional[Parameters] = None
+        self._unsupported: Optional[str] = None  # why these cannot be healed in passing
         self._copied = DeviceEvent(())  # behind the copies of the last state
+        # The step whose state this group offers in parts, until it has decided on it, with its parameters.
+        self._given: Optional[tuple[Plan, Parameters]] = None
+        self._target: Optional[Target] = None
+        self._wrote = False  # whether heals that have ended have changed weights since a state was loaded
         self._ends = False  # whether the rest of the state is fetched in the present step
         self._abandoned = False  # until the next heal
-        self._gives = False  # whether this group offers the state of the present step in parts
         if transport.gives_parts:
-            transport.prepare_parts(self._part_server.names)
+            transport.prepare_parts(self._names)
+
+    # Before a heal
+
+    def _parameters(self) -> Parameters:
+        """The parameters, described again if they have changed; on the training thread first, in each step.
+        Unsupported: they cannot be healed in passing.
+        """
+        known = self._known
+        if known is None or not known.describes(self._optimizers):
+            self._known = known = Parameters(self._optimizers)
+            try:
+                self._unsupported = None
+                known.check()
+            except Unsupported as e:
+                self._unsupported = str(e)
+        if self._unsupported is not None:
+            raise Unsupported(self._unsupported)
+        return known
+
+    def _names(self) -> dict[int, tuple[int, str]]:
+        """The names of the storages of the parameters and their optimizer state, by address."""
+        try:
+            return self._parameters().storages()
+        except Unsupported:
+            return {}
 
     @property
     def announces(self) -> str:
@@ -145,61 +164,35 @@ class InPassing:
 
     def why_not(self, groups: Optional[int] = None) -> Optional[str]:
         """Returns why this group heals at once, as far as that is known before a heal; None: it may heal in
-        passing. Called on the training thread first, in each step. `groups`: number of groups that have the
-        state; None: not known yet.
+        passing. `groups`: number of groups that have the state; None: not known yet.
         """
         reason = self._refuses()
         if reason is not None or not self._chooses:
             return reason
-        if self._known is None or self._known != list(self._optimizers):
-            self._known = list(self._optimizers)
-            try:
-                parameters = Parameters(self._known)
-                parameters.check()
-                self._unsupported, self._nbytes = None, parameters.nbytes()
-            except Exception as e:
-                self._unsupported = str(e)
-        return self._unsupported or why_at_once(self._nbytes, groups)
+        try:
+            nbytes = self._parameters().nbytes
+        except Exception as e:
+            return str(e)
+        return why_at_once(nbytes, groups)
 
     def prepare(self) -> None:
         """Prepares the optimizers before the first quorum: later, all groups would wait for it."""
-        self._prepared = None
         if self.why_not() is not None:
             return
-        parameters = Parameters(self._optimizers)
         try:
-            parameters.check()
-            parameters.prepare()
+            self._parameters().prepare()
         except Exception as e:
             self._logger.info(f"the optimizers are not prepared for a heal: {e}")
-        else:
-            self._prepared = parameters
-
-    def _take_prepared(self) -> Optional[Parameters]:
-        """Returns the parameters of the last :meth:`prepare`: at the first call only, and unless the
-        optimizers have changed since. Otherwise None.
-        """
-        parameters, self._prepared = self._prepared, None
-        try:
-            if parameters is not None:
-                parameters.check()
-                parameters.check_groups()
-                parameters.side_stream.mark()
-        except Unsupported:
-            return None
-        return parameters
 
     def follow(self, plan: Plan) -> None:
         """Takes up a quorum, before the group acts on it: ends the heal if the group is up to date."""
-        self._gives = False
+        self._given = None
         if not plan.heal:
             self.stop()
-            self._prepared = None
+        if self._known is not None and (not plan.heal or plan.max_step == 0):
+            self._known.release()
 
-    def decided(self, plan: Plan, committed: bool) -> None:
-        """Publishes the decision of this group on a step, which targets can request."""
-        if self._gives:
-            self._transport.note_decision(plan.max_step, plan.quorum_id, committed)
+    # The source
 
     def fixed(self, state: dict[str, Any]) -> dict[str, Any]:
         """Fixes a state that a target may request in the middle of the step: what a forward pass may change
@@ -207,7 +200,7 @@ class InPassing:
         """
         if not self._transport.gives_parts or self._refuses() is not None:
             return state
-        fixed, devices = with_copies(state, self._part_server.addresses())
+        fixed, devices = with_copies(state, addresses(self._optimizers))
         self._copied = DeviceEvent(device for device in devices if device.type != "cpu")
         return fixed
 
@@ -232,17 +225,37 @@ class InPassing:
         try:
             if reason is not None:
                 raise Unsupported(reason)
-            self._transport.offer_parts(plan.max_step, StepParts(*self._part_server.parameters(), whole))
+            parameters = self._parameters()
+            parameters.hyperparameters()  # they are sent with the decision
+            self._transport.offer_parts(plan.max_step, StepParts(parameters, whole))
         except Unsupported as e:
             self._transport.refuse_parts(plan.max_step, str(e))
             return False
-        self._gives = True
+        self._given = plan, parameters
         return True
 
     def refuse(self, plan: Plan, reason: str) -> None:
         """Tells the targets that this group gives no parts of its state."""
         if self._transport.gives_parts:
             self._transport.refuse_parts(plan.max_step, reason)
+
+    def decided(self, committed: bool) -> None:
+        """Tells targets, which wait for it, whether the step was committed, and with which hyperparameters.
+        Called between the vote and the step of the optimizers; also if the script goes on without a vote.
+        """
+        given, self._given = self._given, None
+        if given is None:
+            return
+        plan, parameters = given
+        decision = None
+        if committed:
+            try:
+                decision = parameters.hyperparameters()
+            except Unsupported as e:  # the next step is not offered
+                self._logger.info(f"the groups that train along do not get the hyperparameters: {e}")
+        self._transport.note_decision(plan.max_step, plan.quorum_id, decision)
+
+    # The target
 
     def join(self, plan: Plan, may_write: bool) -> Fetch:
         """Begins or continues a heal in passing.
@@ -251,56 +264,55 @@ class InPassing:
             plan: the plan of a quorum in which this group heals.
             may_write: whether the heal may overwrite this group's own weights, which are lost if it fails.
         """
-        prepared = self._take_prepared()
         if plan.max_step == 0:
             return Fetch.ALL
         progress = self._ranks.group_progress(plan.max_step)
-        if progress is Progress.WHOLE and not self._abandoned:
-            # That rank says why, and warns if it did not choose it.
-            reason = "another rank of this group needs the whole state"
-            self._abandon(reason, plan.max_step, chosen=True)
-        elif plan.participating_rank is not None and not self._abandoned:
-            # with a synchronous quorum, in which not all groups heal in passing
-            counted = "the other groups count on the gradients of this one in this step"
-            self._abandon(self.why_not() or counted, plan.max_step, chosen=self._chooses)
-        elif plan.participants < self._min_replica_size and not self._abandoned:
-            needed = "without this group too few take part, so that no step would be committed"
-            self._abandon(needed, plan.max_step, chosen=self._chooses)
-        if self._abandoned:
+        if not self._abandoned:
+            reason, chosen = self._why_all(plan, progress, may_write)
+            if reason is not None:
+                self._abandon(reason, plan.max_step, chosen)
+        if self._abandoned or self._target is None:  # a shutdown on another thread clears it
             self._report(plan.max_step, Progress.WHOLE)
             return Fetch.ALL
-        target = self._target  # read once: a shutdown on another thread clears it
-        if target is None:
-            parameters = prepared or Parameters(self._optimizers)
-            try:
-                if reason := self.why_not(plan.num_up_to_date):
-                    raise Unsupported(reason)
-                if not plan.gives_parts:
-                    raise Unsupported(_NO_PARTS)
-                if not may_write:
-                    raise Unsupported(
-                        "one group alone has it: if that failed, this group would go on with its own weights"
-                    )
-                parameters.check()
-            except Unsupported as e:
-                self._abandon(str(e), plan.max_step, chosen=self._chooses)
-                return Fetch.ALL
-            self.began = time.monotonic()
-            self._target = target = self._make_target(parameters)
-        try:
-            target.quorum(plan, together=progress is Progress.READY)
-        except Exception as e:
-            target.abandon(str(e) if isinstance(e, Unsupported) else repr(e))
-        reason, chosen = target.heal.abandoned, False
-        if reason is None and not target.heal.ends and not plan.gives_parts:
-            reason, chosen = _NO_PARTS, self._chooses
-        if self._chooses and reason is None and not target.heal.ends:
-            reason, chosen = target.why_at_once(), True
-        if reason is not None:
-            self._abandon(reason, plan.max_step, chosen)
-            return Fetch.ALL
-        self._ends = target.heal.ends
+        self._ends = self._target.heal.ends
         return Fetch.REST if self._ends else Fetch.NOTHING
+
+    def _why_all(self, plan: Plan, progress: Progress, may_write: bool) -> tuple[Optional[str], bool]:
+        """Takes a quorum over. Returns why the whole state is fetched, if it is, and whether that is a choice
+        instead of a failure.
+        """
+        if progress is Progress.WHOLE:
+            # That rank says why, and warns if it did not choose it.
+            return "another rank of this group needs the whole state", True
+        if plan.participating_rank is not None:
+            # with a synchronous quorum, in which not all groups heal in passing
+            counted = "the other groups count on the gradients of this one in this step"
+            return self.why_not() or counted, self._chooses
+        if plan.participants < self._min_replica_size:
+            return "without this group too few take part, so that no step would be committed", self._chooses
+        target = self._target
+        if target is None:
+            if reason := self.why_not(plan.num_up_to_date):
+                return reason, self._chooses
+            if not plan.gives_parts:
+                return _NO_PARTS, self._chooses
+            if not may_write:
+                alone = "one group alone has it: if that failed, this group would go on with its own weights"
+                return alone, self._chooses
+            try:
+                parameters = self._parameters()
+            except Unsupported as e:
+                return str(e), self._chooses
+            self.began = time.monotonic()
+            self._target = target = Target(
+                parameters, self._transport, self._locate, self._timeout, self._logger
+            )
+        target.quorum(plan, together=progress is Progress.READY)
+        if target.heal.abandoned is not None or target.heal.ends:
+            return target.heal.abandoned, False
+        if not plan.gives_parts:
+            return _NO_PARTS, self._chooses
+        return target.why_at_once() if self._chooses else None, True
 
     def has(self, number: int, key: str) -> torch.UntypedStorage:
         """Memory of a parameter, or of its optimizer state, that has arrived in passing, or KeyError."""
@@ -313,6 +325,12 @@ class InPassing:
     def joining(self) -> bool:
         """Whether a heal in passing is in progress, so that this group trains along."""
         return self._target is not None and not self._ends
+
+    @property
+    def wrote(self) -> bool:
+        """Whether heals in passing have changed weights since a state was loaded."""
+        target = self._target
+        return self._wrote or (target is not None and target.wrote)
 
     def advance(self, reduced: bool, optimizer: Optional[Optimizer] = None) -> None:
         """Ends a step of a group that trains along, on the training thread, before it votes.
@@ -336,7 +354,6 @@ class InPassing:
             end(target)
         except Exception as e:
             target.abandon(str(e) if isinstance(e, Unsupported) else repr(e))
-        self.wrote = self.wrote or target.wrote
         assert target.heal.step is not None
         if target.heal.abandoned is not None:
             self._abandon(target.heal.abandoned, target.heal.step)
@@ -382,14 +399,15 @@ class InPassing:
 
     def healed(self) -> None:
         """Forgets an earlier heal, once a state was loaded: the next one may be in passing."""
-        self._abandoned = self.wrote = False
+        self._abandoned = self._wrote = False
         target = self._target
         if target is not None:
             target.wrote = False
 
     def stop(self) -> None:
         """Ends the heal in passing, and its request thread."""
-        target, self._target = self._target, None
+        target = self._target
         if target is not None:
             target.stop()
-            self.wrote = self.wrote or target.wrote  # also what the request thread wrote after the last vote
+            self._wrote = self._wrote or target.wrote
+            self._target = None

@@ -11,28 +11,25 @@ in this step:
 Once all is here, and a gradient was applied to it, the target compares it with digests of the source, part by
 part. A rank that waits for other ranks of its group compares again meanwhile.
 
-The target is in the quorum, so it receives every averaged gradient. It applies the gradient of a step only
-when it knows that the step was committed: from the source as soon as that has voted, or else from the next
-quorum. Until then it keeps the gradient. So what is here always belongs to the current step, and equals the
-sources' in that step:
+The target is in the quorum, so it receives every averaged gradient. Before it votes it asks the source
+whether that has committed the step. If so, it applies the gradient to what is here, which then is of the next
+step. A part that arrives after the target has voted is of a past step: it is asked for again, in smaller
+parts.
 
-    step            7                  8                  8 again                   9
-    quorum shows                       7 was committed    the first attempt failed
-    then                               applies 7
-    before vote     keep gradient 7    keep 8             drop 8, keep the new 8
-    source reports                                        8 was committed
-    target then                                           applies the new 8
+The next quorum must confirm that: its step is the next one, and was committed in the quorum of the gradient.
+Otherwise what is here is of no step, and the heal starts over. This happens if the source does not answer, or
+fails between its answer and the commits of the other groups:
 
-The source may fail after this report, before the other groups have committed the step. If they do not commit
-it, the step of the next quorum differs from that of what is here, and the heal starts over. A part that
-arrives after the target has voted is of a past step: it is asked for again, in smaller parts.
+    step            7            8            8 again      9
+    source reports  committed    not          committed
+    target then     applies 7    drops 8      applies 8
+    quorum shows                 7 is right   8 failed     8 is right
 
 Once everything is compared, the heal ends at once: within one step the target fetches the rest of the state.
 """
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import NamedTuple, Optional
 
 # Elements of a part: the first, the fewest and the most. With Adam and float32, an element has 12 bytes.
@@ -41,6 +38,8 @@ FIRST, LEAST, MOST = 1 << 17, 1 << 10, 1 << 20
 COMPARED = 2
 # Parts grow while their requests take less than this share of a step.
 GROW_BELOW = 0.125
+# The most seconds that a vote waits for the answer in progress: for one, and after many late ones in a row.
+PATIENCE, LONGEST = 0.01, 2.0
 # How often a heal may start over because it missed a gradient. After that the state is transferred at once.
 MAX_RESTARTS = 3
 # The heal in passing is abandoned after this many seconds in which nothing has arrived or was compared.
@@ -75,14 +74,6 @@ class Ask(NamedTuple):
 NOTHING = Ask(0, 0, 0, 0)
 
 
-class Outcome(Enum):
-    """The outcome of the previous step for this group, as a new quorum shows it."""
-
-    NONE = "nothing is to be done"
-    APPLY = "it was committed: its gradient is applied"
-    MISSED = "a step was committed whose gradient is not here: the heal starts over"
-
-
 class Heal:
     """One heal, as its target sees it.
 
@@ -104,10 +95,10 @@ class Heal:
         self._comparable = False  # whether all is here, and a gradient was applied since
         self._again = 0  # elements that were compared again, by a rank that waits
         self._amount = FIRST
+        self._late = 0  # answers in a row that were late
         self._quorum_id = -1
-        # Step and quorum of the gradient that is kept, or was applied before a quorum has confirmed its step.
-        self._kept: Optional[tuple[int, int]] = None
-        self._ahead = False  # whether it was applied
+        # Step and quorum of the gradient that was applied; a quorum has yet to confirm that it was committed.
+        self._applied: Optional[tuple[int, int]] = None
         self._restarts = 0
         self._idle_since: Optional[float] = None
         self._moved = False  # something has arrived, or was compared, since the last quorum
@@ -115,7 +106,7 @@ class Heal:
 
     def quorum(
         self, step: int, quorum_id: int, committed_quorum_id: int, now: float, together: bool = True
-    ) -> Outcome:
+    ) -> bool:
         """Takes over a quorum in which this group is behind.
 
         Args:
@@ -127,41 +118,33 @@ class Heal:
                 trains along with the others.
 
         Returns:
-            The outcome of the previous step. With APPLY the caller applies the kept gradient, or calls
-            :meth:`miss`.
+            False if what was here is not of the current step: the heal starts over.
         """
         before, self.step, self._quorum_id, self._together = self.step, step, quorum_id, together
-        kept, ahead, self._kept, self._ahead = self._kept, self._ahead, None, False
+        applied, self._applied = self._applied, None
         if self._moved or self.waits or self._idle_since is None:
             self._idle_since, self._moved = now, False
         elif now - self._idle_since > MAX_IDLE_SEC:
             self.abandon(f"in {now - self._idle_since:.0f} s nothing of the state has arrived in its step")
-        if kept == (step - 1, committed_quorum_id):
+        if applied == (step - 1, committed_quorum_id):
             self._comparable = self.here == self.total
-            return Outcome.NONE if ahead else Outcome.APPLY
-        if before is None or (step == before and not ahead):
-            return Outcome.NONE
-        self.miss()
-        return Outcome.MISSED
+        elif before is not None and (step != before or applied is not None):
+            return self._start_over()
+        return True
 
-    def miss(self) -> None:
-        """The gradient of a committed step cannot be applied: the heal starts over."""
-        self._restarts += self.here > 0
+    def _start_over(self) -> bool:
+        lost = self.here > 0
+        self._restarts += lost
         self.here = self.same = self._again = 0
         self._comparable = False
-        self._kept = None
         if self._restarts > MAX_RESTARTS:
             self.abandon(f"a committed step was missed {self._restarts} times")
+        return not lost
 
-    def keep(self) -> None:
-        """The gradient of this attempt is kept: all of its reductions have succeeded."""
+    def applied(self) -> None:
+        """The gradient of the current step, which the source has committed, is applied to what is here."""
         assert self.step is not None
-        self._kept = self.step, self._quorum_id
-
-    def committed(self) -> None:
-        """The source has committed the current step, whose gradient is kept: it is applied now."""
-        assert self._kept is not None and self._kept[0] == self.step
-        self._ahead = True
+        self._applied = self.step, self._quorum_id
 
     # Requests
 
@@ -173,22 +156,25 @@ class Heal:
         return Ask(self.total, self.total, same, min(self.total, same + COMPARED * self._amount))
 
     def arrived(self, ask: Ask, share: float) -> None:
-        """The answer to a request is here, in its step.
-
-        Args:
-            ask: the request.
-            share: the duration of the request as a part of that of a step.
-        """
-        self._moved, self.here = True, ask.end
+        """The answer to a request is here, in its step. `share`: its duration as a part of that of a step."""
+        self._moved, self._late, self.here = True, 0, ask.end
         if share < GROW_BELOW:
             self._amount = min(MOST, 2 * self._amount)
 
     def late(self) -> None:
         """An answer is not here at the end of its step."""
-        self._amount = max(LEAST, self._amount // 2)
+        self._amount, self._late = max(LEAST, self._amount // 2), self._late + 1
+
+    @property
+    def patience(self) -> float:
+        """The seconds that a vote waits for the answer in progress. They double while answers are late: else
+        a group whose steps are shorter than a request would receive nothing.
+        """
+        return min(LONGEST, PATIENCE * 2 ** min(self._late, 10))
 
     def compared(self, ask: Ask, equal: bool) -> None:
         """The digest that came with an answer was compared."""
+        self._late = 0
         if equal and self.complete:
             self._again = ask.same_to % self.total
         elif equal:

@@ -22,6 +22,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Optional
 
@@ -46,7 +47,6 @@ ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
 _SMALL = 64  # the largest tensor, in bytes, that comes with each part of its parameter
 _FEW = 64  # elements of a parameter that stands for others
 _CPU = torch.device("cpu")
-_ON_DEVICE = "on device"  # ends the description of a small tensor that is on the device of the parameters
 
 Json = Any
 State = defaultdict[torch.Tensor, Any]
@@ -87,18 +87,12 @@ class Parameters:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.given = list(optimizers)
         self.optimizers = [one for one in optimizers if why_whole(one) is None]
-        # With nesterov=True and foreach=True, PyTorch's SGD adds to the gradients in place.
-        self._borrows = not any(
-            group.get("nesterov") for one in self.optimizers for group in one.param_groups
-        )
         self._memory = HostMemory()
-        self._versions: dict[int, int] = {}  # the borrowed gradients' versions when they were kept
         self.all: list[torch.Tensor] = []
         self._of: list[Optimizer] = []
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                self.all += group["params"]
-                self._of += [optimizer] * len(group["params"])
+            self.all += _parameters(optimizer)
+            self._of += [optimizer] * (len(self.all) - len(self._of))
         sizes = [local_part(parameter).numel() for parameter in self.all]
         self._starts = list(accumulate(sizes, initial=0))  # of each parameter, and of all elements their end
         self.device = local_part(self.all[0]).device if self.all else _CPU
@@ -143,25 +137,44 @@ class Parameters:
         """Yields the parameters of the optimizers that cannot step them in parts."""
         for optimizer in self.given:
             if optimizer not in self.optimizers:
-                yield from ((optimizer, one) for group in optimizer.param_groups for one in group["params"])
+                yield from ((optimizer, one) for one in _parameters(optimizer))
+
+    def describes(self, optimizers: Sequence[Optimizer]) -> bool:
+        """Whether these are the optimizers, and their parameters have not changed."""
+        able = [one for one in optimizers if why_whole(one) is None]
+        return self.given == list(optimizers) and self.optimizers == able and not self._changed()
+
+    def _changed(self) -> bool:
+        """Whether the parameters, or their order, have changed: parts are ranges of them."""
+        present = [parameter for optimizer in self.optimizers for parameter in _parameters(optimizer)]
+        return len(present) != len(self.all) or any(a is not b for a, b in zip(present, self.all))
+
+    def check_groups(self) -> None:
+        """Raises Unsupported if the parameters, or their order, have changed."""
+        if self._changed():
+            raise Unsupported("the parameter groups of an optimizer were changed during the heal")
 
     def prepare(self) -> None:
         """Does what takes long only once and is part of a target's first steps, for which all groups wait:
         loads the kernels of the optimizers, and in host memory uses the pages of the optimizer state that is
         missing.
         """
-        sizes: list[int] = []
-        for optimizer, parameter, found in self._rehearsed():
-            if self._maps(parameter) and not optimizer.state.get(parameter):
-                sizes += [parameter.numel() * one.itemsize for one in found]
-        self._memory.prepare(sizes)
+        self._memory.prepare(
+            parameter.numel() * dtype.itemsize
+            for parameter, optimizer, dtypes in zip(self.all, self._of, self._state_dtypes)
+            if self._maps(parameter) and not optimizer.state.get(parameter)
+            for dtype in dtypes
+        )
 
+    def release(self) -> None:
+        """Frees the memory that is prepared and not used."""
+        self._memory = HostMemory()
+
+    @cached_property
     def nbytes(self) -> int:
         """The bytes of the parameters, and of the optimizer state that they have after a step."""
-        state = sum(
-            local_part(p).numel() * one.itemsize for _, p, found in self._rehearsed() for one in found
-        )
-        return state + sum(local_part(parameter).nbytes for parameter in self.all)
+        sizes = [one.itemsize + sum(d.itemsize for d in of) for one, of in zip(self.all, self._state_dtypes)]
+        return sum(local_part(one).numel() * size for one, size in zip(self.all, sizes))
 
     def rest_nbytes(self) -> int:
         """The bytes of the other parameters, and of the optimizer state that they have now."""
@@ -172,15 +185,16 @@ class Parameters:
         ]
         return sum(local_part(one).nbytes for one in tensors if isinstance(one, torch.Tensor))
 
-    def _rehearsed(self) -> Iterator[tuple[Optimizer, torch.Tensor, list[torch.dtype]]]:
-        """Yields each trained parameter, and the types of its optimizer state that have its layout."""
+    @cached_property
+    def _state_dtypes(self) -> list[list[torch.dtype]]:
+        """For each parameter that is trained, the types of its optimizer state that has its layout."""
+        found: list[list[torch.dtype]] = []
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-                found = {
-                    dtype: self._rehearse(optimizer, group, dtype) for dtype in {p.dtype for p in trained}
-                }
-                yield from ((optimizer, parameter, found[parameter.dtype]) for parameter in trained)
+                trained = {p.dtype for p in group["params"] if p.requires_grad}
+                of = {dtype: self._rehearse(optimizer, group, dtype) for dtype in trained}
+                found += [of[p.dtype] if p.requires_grad else [] for p in group["params"]]
+        return found
 
     def _rehearse(self, optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> list[torch.dtype]:
         """Steps a small parameter of its own. The types of its state that have the parameter's layout."""
@@ -193,14 +207,7 @@ class Parameters:
         _step_with(optimizer, [rehearsed], state)
         return [value.dtype for value in state[parameter].values() if _alike(value, parameter)]
 
-    def check_groups(self) -> None:
-        """Raises Unsupported if the parameters, or their order, have changed: parts are ranges of them."""
-        present = [
-            p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
-        ]
-        if len(present) != len(self.all) or any(one is not other for one, other in zip(present, self.all)):
-            raise Unsupported("the parameter groups of an optimizer were changed during the heal")
-
+    @cached_property
     def layout(self) -> str:
         """A digest of the types of the optimizers and the layouts of the parameters.
 
@@ -232,14 +239,6 @@ class Parameters:
         """Number of elements of all parameters."""
         return self._starts[-1]
 
-    def begun(self, end: int) -> set[int]:
-        """Numbers of the parameters with elements below ``end``; in the end these are all parameters."""
-        return set(range(len(self.all) if end >= self.total else bisect_left(self._starts, end)))
-
-    def numbers(self, optimizer: Optional[Optimizer]) -> set[int]:
-        """Numbers of the parameters of an optimizer."""
-        return {number for number, one in enumerate(self._of) if one is optimizer}
-
     def _ranges(self, begin: int, end: int) -> list[tuple[int, int, int]]:
         """The elements from ``begin`` to ``end``: numbers of parameters, and ranges of elements of each."""
         first, starts = bisect_right(self._starts, begin) - 1, self._starts
@@ -255,20 +254,28 @@ class Parameters:
             if starts[number] < starts[number + 1]
         ]
 
+    def _describe(self, begin: int, end: int, of: Callable[[torch.Tensor, int, int], Json]) -> list[Json]:
+        """Describes the parameters of a part with their optimizer state: tensors with a range of elements by
+        ``of``, that of the parameter itself under the key "", and other values as they are.
+        """
+        found: list[Json] = []
+        for number, first, last in self._ranges(begin, end):
+            parameter, described = self.all[number], {"": of(self.all[number], first, last)}
+            for key, value in self._of[number].state.get(parameter, {}).items():
+                ranged = _alike(value, parameter)
+                described[key] = of(value, first, last) if ranged else _plain(key, value, self.device)
+            found.append(described)
+        return found
+
     def read(self, begin: int, end: int) -> tuple[Json, torch.Tensor]:
         """Copies a part to new host memory. Returns its description in JSON types, and flat bytes."""
-        states: list[Json] = []
         parts: list[torch.Tensor] = []
-        for number, first, last in self._ranges(begin, end):
-            parameter, state = self.all[number], {}
-            parts.append(_range(parameter, first, last))
-            for key, value in self._of[number].state.get(parameter, {}).items():
-                if _alike(value, parameter):
-                    state[key] = ["range", dtype_name(value.dtype)]
-                    parts.append(_range(value, first, last))
-                else:
-                    state[key] = _plain(key, value, self.device)
-            states.append(state)
+
+        def described(tensor: torch.Tensor, first: int, last: int) -> Json:
+            parts.append(_range(tensor, first, last))
+            return {"range": dtype_name(tensor.dtype)}
+
+        states = self._describe(begin, end, described)
         # Not from the heap, which would keep as much for each thread that has read a part.
         memory = HostMemory().take(sum(part.numel() for part in parts))
         at = 0
@@ -279,7 +286,7 @@ class Parameters:
 
     @torch.no_grad()
     def write(self, begin: int, end: int, states: Json, memory: torch.Tensor) -> None:
-        """Puts a part in place. Another thread may train at the same time, see :meth:`step`.
+        """Puts a part in place. A forward pass may run at the same time: its results are not used.
 
         Args:
             begin, end: the elements, numbered through all parameters.
@@ -291,40 +298,41 @@ class Parameters:
         """
         parts = iter(memory.split(self.sizes(begin, end, states, memory.numel())))
         for (number, first, last), state in zip(self._ranges(begin, end), states):
-            parameter = self.all[number]
-            _range(parameter.data, first, last).copy_(next(parts))
-            own = self._of[number].state[parameter] if state else self._of[number].state.get(parameter, {})
+            parameter, optimizer = self.all[number], self._of[number]
             for key, value in state.items():
-                if _is_range(value):
-                    dtype = dtype_of(value[1])
+                if key == "":
+                    _range(parameter.data, first, last).copy_(next(parts))
+                elif _is_range(value):
+                    own, dtype = optimizer.state[parameter], dtype_of(value["range"])
                     mine = own.get(key)
                     if not _alike(mine, parameter) or mine.dtype != dtype:
                         mine = own[key] = self._zeros_like(parameter, dtype)
                     _range(mine, first, last).copy_(next(parts))
                 else:
-                    own[key] = self._located(value)
+                    optimizer.state[parameter][key] = self._located(value)
 
     def sizes(self, begin: int, end: int, states: Json, nbytes: int) -> list[int]:
         """The sizes in bytes of the ranges of memory of a part with this description. ValueError: the
         description is malformed, or of a part of another size than ``nbytes``.
         """
-        ranges = self._ranges(begin, end)
-        if not isinstance(states, list) or len(states) != len(ranges):
+        ranges, sizes = self._ranges(begin, end), []
+        own = [{"range": dtype_name(self.all[number].dtype)} for number, _, _ in ranges]
+        if not isinstance(states, list) or [state.get("") for state in states] != own:
             raise ValueError(f"a part of other parameters than the elements {begin} to {end} belong to")
-        sizes: list[int] = []
-        for (number, first, last), state in zip(ranges, states):
-            kinds = [dtype_of(value[1]) for value in state.values() if _is_range(value)]
-            sizes += [(last - first) * dtype.itemsize for dtype in (self.all[number].dtype, *kinds)]
+        for (_, first, last), state in zip(ranges, states):
+            dtypes = [dtype_of(value["range"]) for value in state.values() if _is_range(value)]
+            sizes += [(last - first) * dtype.itemsize for dtype in dtypes]
         if sum(sizes) != nbytes:
             raise ValueError(f"a part of {nbytes} bytes in place of {sum(sizes)}")
         return sizes
 
     def _located(self, plain: Json) -> Any:
         """A small value of the optimizer state. A tensor on the source's device is on the device here."""
-        value = _value(plain)
-        if isinstance(plain, list) and plain[-1] == _ON_DEVICE and self.device != _CPU:
-            return self.side_stream.allocated(value.to(self.device))
-        return value
+        if not isinstance(plain, dict):
+            return plain
+        value = torch.tensor(plain["tensor"], dtype=dtype_of(plain["dtype"]), device="cpu")
+        on_device = plain["on_device"] and self.device != _CPU
+        return self.side_stream.allocated(value.to(self.device)) if on_device else value
 
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Allocates optimizer state. In host memory it is in huge pages, where they are faster: the first
@@ -347,17 +355,7 @@ class Parameters:
 
     def digest(self, begin: int, end: int) -> str:
         """The digest of a part. It equals that of another group if all bits of the two parts are equal."""
-        found: list[Json] = []
-        for number, first, last in self._ranges(begin, end):
-            parameter = self.all[number]
-            of: dict[str, Json] = {"": _digest(parameter, first, last)}
-            for key, value in self._of[number].state.get(parameter, {}).items():
-                of[key] = (
-                    _digest(value, first, last)
-                    if _alike(value, parameter)
-                    else _plain(key, value, self.device)
-                )
-            found.append(of)
+        found = self._describe(begin, end, _digest)
         return hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def storages(self) -> dict[int, tuple[int, str]]:
@@ -384,85 +382,40 @@ class Parameters:
         tensor = parameter if key == "" else self._of[number].state[parameter][key]
         return local_part(tensor).untyped_storage()
 
-    # Gradients
+    def step(self, end: int, hyperparameters: Json, only: Optional[Optimizer] = None) -> None:
+        """Steps the parameters with elements below ``end``, with their present gradients and with a source's
+        :meth:`hyperparameters`.
 
-    def gradients(self, numbers: set[int], into: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The present gradients of these parameters, as the optimizers would read them.
-
-        A gradient in host memory is borrowed as long as the training loop only drops gradients
-        (``zero_grad``). It is copied if its memory is part of a larger buffer, or once the loop was found to
-        change gradients in place (:meth:`unchanged`). A gradient on a device is always copied: the replay of
-        a CUDA graph writes into it without counting its version up.
+        The optimizers keep their own hyperparameters until the whole state is loaded. They step aliases of
+        the parameters, which share their memory: a step of the parameters is refused before a commit.
 
         Args:
-            numbers: numbers of the parameters.
-            into: copies of gradients kept before, see :meth:`copies`: their memory is used again.
+            end: elements of these parameters that are missing are stepped too; parts will replace them.
+            hyperparameters: of all optimizers.
+            only: one of several optimizers; None: all of them step.
 
         Raises:
-            Unsupported: a gradient is sparse.
-        """
-        kept: dict[int, torch.Tensor] = {}
-        for number in numbers:
-            gradient = self.all[number].grad
-            if gradient is None:
-                continue
-            _check_dense(number, gradient)
-            whole = type(gradient) is torch.Tensor and gradient.untyped_storage().nbytes() == gradient.nbytes
-            if self._borrows and whole and gradient.is_cpu:
-                self._versions[number] = gradient._version
-                kept[number] = gradient
-                continue
-            copied = into.get(number)
-            if copied is None or copied.dtype != gradient.dtype:
-                copied = torch.empty_like(gradient)
-            kept[number] = copied.copy_(gradient.detach())
-        return kept
-
-    def copies(self, kept: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Returns the copies among kept gradients that are not needed any more, and gives back the others."""
-        borrowed, self._versions = self._versions, {}
-        return {number: gradient for number, gradient in kept.items() if number not in borrowed}
-
-    def present_gradients(self, numbers: set[int]) -> dict[int, torch.Tensor]:
-        """The present gradients of these parameters, for use at once. Unsupported: one is sparse."""
-        found = {number: gradient for number in numbers if (gradient := self.all[number].grad) is not None}
-        for number, gradient in found.items():
-            _check_dense(number, gradient)
-        return found
-
-    def unchanged(self, kept: dict[int, torch.Tensor]) -> bool:
-        """Whether the gradients that are borrowed are unchanged. If not, gradients are copied from now on."""
-        same = all(kept[number]._version == version for number, version in self._versions.items())
-        self._borrows = self._borrows and same
-        return same
-
-    def step(self, numbers: set[int], gradients: dict[int, torch.Tensor], hyperparameters: Json) -> None:
-        """Steps only these parameters, with these gradients and with a source's :meth:`hyperparameters`.
-
-        The optimizers keep their own hyperparameters until the whole state is loaded.
-
-        Another thread may train at the same time, and may read old or new values. The optimizer steps
-        aliases: tensors that share the parameters' memory, but have their own gradients and versions, so that
-        a backward pass does not fail.
-
-        Raises:
-            Unsupported: the parameters of the optimizers have changed since the start.
+            Unsupported: the parameters of the optimizers have changed since the start, or a gradient is
+                sparse. Nothing was stepped.
         """
         self.check_groups()
-        number = 0
+        for number, parameter in enumerate(self.all):
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise Unsupported(f"the gradient of parameter {number} is sparse")
+        begun = {id(p) for p, start in zip(self.all, self._starts) if start < end or end == self.total}
         for optimizer, given in zip(self.optimizers, hyperparameters, strict=True):
+            if only is not None and only is not optimizer:
+                continue
             groups: list[dict[str, Any]] = []
             state: State = defaultdict(dict)
             pairs = []
             for group, plain in zip(optimizer.param_groups, given, strict=True):
                 aliases = []
                 for parameter in group["params"]:
-                    gradient = gradients.get(number) if number in numbers else None
-                    number += 1
-                    if gradient is None:
+                    if parameter.grad is None or id(parameter) not in begun:
                         continue
                     alias = parameter.data
-                    alias.grad = gradient
+                    alias.grad = parameter.grad
                     aliases.append(alias)
                     pairs.append((parameter, alias))
                     if parameter in optimizer.state:
@@ -482,11 +435,6 @@ def _step_with(optimizer: Optimizer, groups: list[dict[str, Any]], state: State)
     shadow.param_groups, shadow.state = groups, state
     # The method of the class: a learning rate scheduler wraps that of the instance, to count its calls.
     type(optimizer).step(shadow)
-
-
-def _check_dense(number: int, gradient: torch.Tensor) -> None:
-    if gradient.layout != torch.strided:
-        raise Unsupported(f"the gradient of parameter {number} is sparse")
 
 
 def _line(parameter: torch.Tensor) -> str:
@@ -523,7 +471,7 @@ def _range(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
 
 
 def _is_range(plain: Json) -> bool:
-    return isinstance(plain, list) and plain[0] == "range"
+    return isinstance(plain, dict) and "range" in plain
 
 
 def _digest(tensor: torch.Tensor, begin: int, end: int) -> int:
@@ -532,38 +480,33 @@ def _digest(tensor: torch.Tensor, begin: int, end: int) -> int:
 
 
 def _plain(key: str, value: Any, device: torch.device = _CPU) -> Json:
-    """A small value of the optimizer state, in JSON's types. A tensor is in host memory or on this device."""
+    """A hyperparameter, or a small value of the optimizer state, in JSON's types. A tensor is in host memory
+    or on this device.
+    """
+    if isinstance(value, (tuple, list)) and all(isinstance(one, (bool, int, float, str)) for one in value):
+        return list(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, tuple) and all(isinstance(one, (int, float)) for one in value):
-        return ["tuple", *value]
-    small = isinstance(value, torch.Tensor) and not is_dtensor(value) and value.nbytes <= _SMALL
-    if small and (value.is_cpu or value.device == device):
-        plain = [
-            "tensor",
-            dtype_name(value.dtype),
-            list(value.shape),
-            memory_of(value.cpu()).numpy().tobytes().hex(),
-        ]
-        return plain if value.is_cpu else [*plain, _ON_DEVICE]
-    if isinstance(value, list) and all(isinstance(one, str) for one in value):
-        return ["names", *value]
     kind = type(value).__name__
     if isinstance(value, torch.Tensor):
+        small = value.nbytes <= _SMALL and not is_dtensor(value) and not value.is_complex()
+        if small and (value.is_cpu or value.device == device):
+            dtype = dtype_name(value.dtype)
+            return {"tensor": value.tolist(), "dtype": dtype, "on_device": not value.is_cpu}
         kind = f"tensor of shape {list(value.shape)} on {value.device}"
     raise Unsupported(f"{key!r} of the optimizer is a {kind}, which does not go with one parameter")
 
 
-def _value(plain: Json) -> Any:
-    if not isinstance(plain, list):
-        return plain
-    kind, *rest = plain
-    if kind == "tuple":
-        return tuple(rest)
-    if kind == "names":
-        return rest
-    if kind == "tensor":
-        name, shape, raw, *_ = rest
-        flat = torch.frombuffer(bytearray(bytes.fromhex(raw)), dtype=torch.uint8)
-        return flat.view(dtype_of(name)).reshape(shape).clone()
-    raise ValueError(f"a value of kind {kind!r}")
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def addresses(optimizers: Sequence[Optimizer]) -> set[int]:
+    """The addresses of the parameters and their optimizer state, which change only when a step ends."""
+    found: set[int] = set()
+    for optimizer in optimizers:
+        for parameter in _parameters(optimizer):
+            values = parameter, *optimizer.state.get(parameter, {}).values()
+            tensors = [local_part(value) for value in values if isinstance(value, torch.Tensor)]
+            found.update(one.data_ptr() for one in tensors if one.layout == torch.strided)
+    return found

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from contextlib import contextmanager
-from typing import Iterator, List, Optional, Protocol, Tuple
+from typing import Any, Iterator, List, Optional, Protocol, Tuple
 
 from torchft.checkpointing.codec.requests import StatePart
 from torchft.checkpointing.source.checkpoint import Checkpoint
@@ -80,7 +80,7 @@ class Publisher:
         self._no_parts = ""  # why they were refused
         # Step and quorum of the attempt that was decided last.
         self._decided: Optional[Tuple[int, int]] = None
-        self._committed = False  # whether that attempt was committed
+        self._decision: Any = None  # on that attempt, a JSON value
 
     def publish(
         self,
@@ -113,10 +113,10 @@ class Publisher:
         with self._closing_parts():
             self._parts_step, self._no_parts = step, reason
 
-    def decide(self, step: int, quorum_id: int, committed: bool) -> None:
-        """Records whether an attempt at a step was committed. After it no part of the step is read."""
+    def decide(self, step: int, quorum_id: int, decision: Any) -> None:
+        """Records the decision on an attempt at a step. After it no part of the step is read."""
         with self._closing_parts():
-            self._decided, self._committed = (step, quorum_id), committed
+            self._decided, self._decision = (step, quorum_id), decision
 
     @contextmanager
     def _closing_parts(self) -> Iterator[None]:
@@ -165,9 +165,9 @@ class Publisher:
             except ValueError as error:
                 raise NoParts(str(error)) from error
 
-    def decision(self, step: int, quorum_id: int, timeout: float) -> Optional[bool]:
-        """Waits until an attempt is decided. Whether it was committed; None: this source does not know.
-        Unavailable: it was not decided in time, or the source is closed.
+    def decision(self, step: int, quorum_id: int, timeout: float) -> Any:
+        """Waits for the decision on an attempt; None: this source does not know it. Unavailable: there was
+        none in time, or the source is closed.
         """
         attempt = step, quorum_id
         with self._cond:
@@ -176,7 +176,7 @@ class Publisher:
             )
             if self._closed or not known:
                 raise Unavailable(f"it is not known whether step {step} was committed")
-            return self._committed if self._decided == attempt else None
+            return self._decision if self._decided == attempt else None
 
     def refuse(self, step: int, reason: str) -> None:
         """Answers requests for a step with the reason why it has no state."""

@@ -11,7 +11,7 @@ from contextlib import closing
 from http import HTTPStatus
 from typing import Optional
 
-from torchft.checkpointing.codec.handshake import PROTOCOL, StateRegion, Ticket, pack_structure
+from torchft.checkpointing.codec.handshake import PROTOCOL, StateRegion, Ticket, frame, pack_structure
 from torchft.checkpointing.codec.requests import (
     DECISION,
     FULL,
@@ -86,8 +86,8 @@ class _Handler(_RequestHandler):
                 quorum_id = key.removeprefix(DECISION)
                 if not is_number(quorum_id):
                     raise NoParts(f"{quorum_id[:50]!r} is no id of a quorum")
-                committed = self.server.source.decision(step, int(quorum_id), self.server.wait_timeout)
-                self._reply(HTTPStatus.OK, json.dumps(committed))
+                decision = self.server.source.decision(step, int(quorum_id), self.server.wait_timeout)
+                self._send(HTTPStatus.OK, frame(json.dumps(decision).encode()), "application/octet-stream")
             else:
                 with self.server.source.reading(step, self.server.wait_timeout) as offer:
                     self._serve(offer, key)
@@ -178,13 +178,13 @@ class _Handler(_RequestHandler):
 
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
         # In the status line, too, because upstream peers read the reason there. A line break would end it.
-        self._reply(status, reason, " ".join(reason.split()).encode("latin-1", "replace").decode("latin-1"))
+        phrase = " ".join(reason.split()).encode("latin-1", "replace").decode("latin-1")
+        self._send(status, reason.encode(), "text/plain; charset=utf-8", phrase)
 
-    def _reply(self, status: HTTPStatus, text: str, phrase: Optional[str] = None) -> None:
+    def _send(self, status: HTTPStatus, body: bytes, kind: str, phrase: Optional[str] = None) -> None:
         self._extend_deadline()
-        body = text.encode()
         self.send_response(status, phrase)
-        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)

@@ -39,11 +39,11 @@ from torchft._manager.connection import Connection
 from torchft._manager.edge import GroupServer, Transport, as_peers, as_server, device_of
 from torchft._manager.extras import OwnExtras
 from torchft._manager.heal import hyperparameters, tracked
-from torchft._manager.heal.in_passing import InPassing, Obstacles, StillHealing
+from torchft._manager.heal.in_passing import InPassing, StillHealing, why_never
 from torchft._manager.heal.recovery import Recovery
+from torchft._manager.heal.sources import Sources
 from torchft._manager.heal.state import Stateful
-from torchft._manager.heal.together import Agreement, HealingRanks
-from torchft._manager.heal.transfers import Transfers
+from torchft._manager.heal.together import Agreement, GroupRanks, HealingRanks
 from torchft._manager.heal.wait import HealWait
 from torchft._manager.lifetime import Life, began, earlier, ended
 from torchft._manager.observe.log import _ManagerLogger
@@ -285,7 +285,6 @@ class Manager(Stateful, Stepping):
         self._server = GroupServer(None, settings.group_rank)
         self._manager: Optional[ManagerServer] = None
         self._rounds: Optional[Rounds] = None
-        self._in_passing: Optional[InPassing] = None  # None if groups heal at once
         self._signals = Signals(default_signals)
         try:
             self._join_group(replica_id, hostname)
@@ -358,49 +357,50 @@ class Manager(Stateful, Stepping):
             background=self._background,
             logger=self._logger,
         )
+        self._calls = Calls(self._failures.check, self._rank_state, self._logger)
+        ranks = GroupRanks(self._store, self._replica_id, self._group_rank, settings.group_world_size)
+        self._heal_wait = HealWait(self._failures.check, self._rank_state, ranks, self._logger)
+        sources = Sources(
+            lambda address, timeout: ManagerClient(address, connect_timeout=timeout),
+            settings.connect_timeout,
+            self._failures.check,
+            self._rank_state,
+            self._group_rank,
+        )
+        self._in_passing = InPassing(
+            self._transport,
+            optimizers,
+            sources.locate,
+            partial(why_never, self._transport, self._data),
+            HealingRanks(ranks),
+            settings.timeout.total_seconds(),
+            self._logger,
+            self._min_replica_size,
+        )
+        self._in_passing.heal_by(settings.heal or HealMode.AT_ONCE)
         self._connection = Connection(
             self._peers,
             self._replica_id,
             settings,
             self._layout,
+            in_passing=self._in_passing,
             failures=self._failures,
             errors=self._errors,
             logger=self._logger,
         )
-        self._calls = Calls(self._failures.check, self._rank_state, self._logger)
-        self._heal_wait = HealWait(
-            self._failures.check,
-            self._rank_state,
-            self._store,
-            self._replica_id,
-            self._group_rank,
-            settings.group_world_size,
-            self._logger,
-        )
         self._recovery = Recovery(
             transport=self._transport,
             user_state=self._user_state,
-            optimizers=self._replicas.state.optimizers,
-            group_rank=self._group_rank,
-            connect=lambda address, timeout: ManagerClient(address, connect_timeout=timeout),
-            check_peers=self._failures.check,
-            timeout=settings.timeout,
-            connect_timeout=settings.connect_timeout,
-            sources=settings.heal_sources,
-            in_background=planner.use_async_quorum,
+            optimizers=optimizers,
+            in_passing=self._in_passing,
+            sources=sources,
+            most_sources=settings.heal_sources,
+            planner=planner,
             wait=self._heal_wait,
             # another server's clients are mostly stand-ins for all ranks
-            agreement=Agreement(
-                self._store, self._replica_id, settings.group_world_size if self._server.native else 1
-            ),
-            logger=self._logger,
-        )
-        self._heal_by(settings.heal or HealMode.AT_ONCE)
-        self._transfers = Transfers(
-            self._recovery,
-            self._transport,
-            self._background,
-            self._rank_state,
+            agreement=Agreement(ranks if self._server.native else ranks._replace(size=1)),
+            background=self._background,
+            rank_state=self._rank_state,
             data=self._data,
             errors=self._errors,
             logger=self._logger,
@@ -411,7 +411,7 @@ class Manager(Stateful, Stepping):
             self._replica_id,
             State(self._manager_state_dict, self._load_manager_state_dict),
             partial(tracked.addresses, optimizers),
-            Obstacles(self._transport, self._layout, self._data).to_snapshots,
+            self._data.why_no_copies,
             partial(setattr, self, "_sent", None),
             self._logger,
         )
@@ -444,21 +444,6 @@ class Manager(Stateful, Stepping):
             }
         )
 
-    def _heal_by(self, mode: HealMode) -> None:
-        settings = self._settings
-        if mode is not HealMode.AT_ONCE:
-            self._in_passing = self._recovery.in_passing = self._connection.in_passing = InPassing(
-                self._transport,
-                self._replicas.state.optimizers,
-                self._recovery.locate,
-                Obstacles(self._transport, self._layout, self._data).first,
-                HealingRanks(self._store, self._replica_id, settings.group_rank, settings.group_world_size),
-                settings.timeout.total_seconds(),
-                self._logger,
-                chooses=mode is HealMode.AUTO,
-                min_replica_size=self._min_replica_size,
-            )
-
     def _make_step(
         self,
         request: StepRequest,
@@ -480,7 +465,7 @@ class Manager(Stateful, Stepping):
     _pending_state_dict: Optional[Dict[str, Any]] = kept_in("_recovery.pending")
     _client: ManagerClient = kept_in("_server.client")
     _checkpoint_transport: CheckpointTransport[Dict[str, Any]] = kept_in("_transport.transport")
-    _use_async_quorum: bool = kept_in("_planner.use_async_quorum", "_recovery.in_background")
+    _use_async_quorum: bool = kept_in("_planner.use_async_quorum")
 
     @property
     def _pg(self) -> dist.ProcessGroup:
@@ -553,7 +538,7 @@ class Manager(Stateful, Stepping):
         step = self._current
         # An error since the vote changes no decision.
         if step.sharing.ended and step.sharing.ends(optimizer):
-            if self._in_passing is not None:
+            if self._in_passing.joining:
                 self._in_passing.steps_too(optimizer)
             return self._shared_decision
         self._optimizer_that_votes = optimizer
@@ -608,8 +593,7 @@ class Manager(Stateful, Stepping):
                 self._current.collectives.abort()
             self._current.dropped()
             self._end_trace()
-            if self._in_passing is not None:
-                self._in_passing.decided(False)
+            self._in_passing.decided(False)
             if not replays:
                 self._lost(self._current.why_lost() if self._current.cause is not None else NO_VOTE)
         self._discard_unloaded_heal()
@@ -648,12 +632,11 @@ class Manager(Stateful, Stepping):
         begin = partial(rounds.begin, follow, sent, request.timeout)
         step.reads_state = reads_state
         restores = self._snapshots.found(self._position) is not None
-        heals = self._in_passing if first else None
-        if heals is not None and self._data.adds_gradients:
-            heals.prepare()  # its batch depends on the quorum
-        elif heals is not None and heals.why_not() is None:
+        if first and self._data.adds_gradients:
+            self._in_passing.prepare()  # its batch depends on the quorum
+        elif first and self._in_passing.why_not() is None:
             # The first forward and backward pass takes longer than later ones: the others do not wait for it.
-            begin = partial(LateRound, begin, heals.prepare)
+            begin = partial(LateRound, begin, self._in_passing.prepare)
         self._round = begin()
         if not self._round.asks:
             step.reads_state = False
@@ -672,7 +655,7 @@ class Manager(Stateful, Stepping):
         if (
             sent is None
             or self._quiet is None  # also the handle of a native group changes with its peers
-            or self._in_passing is not None
+            or self._in_passing.mode is not HealMode.AT_ONCE
             or self._trace is not None
             or self._commit_failures
             or sent.commit_failures
@@ -694,7 +677,6 @@ class Manager(Stateful, Stepping):
             at_step, committed_in = found.step, found.quorum
         connections = self._connection.announcement(at_step, broken=self._commit_failures > 0 or aborted)
         layout = self._layout.for_lighthouse()
-        local_sgd = self._layout.lines is not None and not self._data.adds_gradients  # or DiLoCo
         self._sent_layout = self._layout.announces
         return QuorumRequest(
             group_rank=self._group_rank,
@@ -710,9 +692,9 @@ class Manager(Stateful, Stepping):
                 [
                     *self._layout.announces,
                     (AUDITS, self._audits.announces),
-                    (COMPARES, self._replicas.announces(averages=local_sgd)),
+                    (COMPARES, self._replicas.announces(averages=self._data.own_weights)),
                     (CONNECTIONS, connections),
-                    (IN_PASSING, self._in_passing.announces if self._in_passing is not None else ""),
+                    (IN_PASSING, self._in_passing.announces),
                     (KEEPS, keeps),
                     (RESTORES, "" if found is None else "1"),
                     (SNAPSHOTS, self._snapshots.announces),
@@ -723,7 +705,7 @@ class Manager(Stateful, Stepping):
             committed_quorum_id=committed_in,
             # what it has kept it has computed from other weights than those of the copy
             replays_failed_steps=self._replayer.enabled and found is None,
-            asks_each_step=self._data.averages_weights or local_sgd,
+            asks_each_step=self._data.own_weights,
             cuts_by_speed=self._data.cuts_by_speed,
             layout=layout,
             drain=self._signals.drain_request(self._logger.info),
@@ -738,7 +720,7 @@ class Manager(Stateful, Stepping):
             state, optimizers = self._manager_state_dict(), self._replicas.state.optimizers
             if optimizers:
                 state = {**state, hyperparameters.KEY: hyperparameters.read(optimizers)}
-            step.served.set_result(state if self._in_passing is None else self._in_passing.fixed(state))
+            step.served.set_result(self._in_passing.fixed(state))
         except BaseException as e:
             step.served.set_exception(e)
             if not isinstance(e, Exception):  # Ctrl-C
@@ -751,7 +733,7 @@ class Manager(Stateful, Stepping):
         """
         self.wait_quorum()
         if not self._rank_state.computed or self._data.averages_weights or self._data.adds_gradients:
-            self._transfers.load_before(self._current)
+            self._recovery.load_before(self._current)
 
     @ranged("_async_quorum")
     def _follow(self, step: Step, result: QuorumResult) -> None:
@@ -786,8 +768,7 @@ class Manager(Stateful, Stepping):
         if self._connection.apart:
             step.failed(StillHealing("this group waits for its connection with the others, which train on"))
             with self._heal_wait.following(plan):  # it is ready at once
-                if self._in_passing is not None:  # the parts that have arrived are of an earlier step
-                    self._in_passing.stop()
+                self._in_passing.stop()  # the parts that have arrived are of an earlier step
             return
         step.peers = self._connection.members or plan.replica_ids
         step.connected()
@@ -816,7 +797,7 @@ class Manager(Stateful, Stepping):
             ):
                 position = self._snapshots.load()
         except Exception as e:
-            self._transfers.refuse(plan, str(e))
+            self._recovery.refuse_targets(plan, str(e))
             raise
         if position is not None:
             self._position = position
@@ -824,7 +805,7 @@ class Manager(Stateful, Stepping):
             return True
         error = RuntimeError(f"no copy of step {plan.max_step}, which this group announced, can be loaded")
         self._errors.of_this_rank(error)
-        self._transfers.refuse(plan, str(error))
+        self._recovery.refuse_targets(plan, str(error))
         return False
 
     def _transfer(self, step: Step, plan: Plan) -> None:
@@ -838,7 +819,7 @@ class Manager(Stateful, Stepping):
             # A replay's quorum, in which this group is behind, serves the next step too: it heals before.
             replays = step.kept is not None and len(step.kept) > 0
             read = partial(step.served.result, self._timeout.total_seconds())
-            fetched = self._transfers.run(plan, read, at_once=replays)
+            fetched = self._recovery.run(plan, read, at_once=replays)
         if fetched is not None:
             self._position = fetched
 
@@ -855,7 +836,7 @@ class Manager(Stateful, Stepping):
         received the state.
         """
         self._maker.check()
-        self._transfers.end_in_step(self._current)
+        self._recovery.end_in_step(self._current)
 
     def _discard_unloaded_heal(self) -> None:
         """Returns to the step of this group's own weights, so that it heals again."""
@@ -953,7 +934,7 @@ class Manager(Stateful, Stepping):
             return None
         if self._own_time.running:
             self._own_time.reduces()
-        if self._in_passing is not None:
+        if step.healing:
             self._in_passing.reduces()
         if self._failures.known:
             self._failures.check()
@@ -1014,7 +995,7 @@ class Manager(Stateful, Stepping):
             and not self._planner.has_spares
         )
         if self._settings.heal is None and self._data.adds_gradients:
-            self._heal_by(HealMode.AUTO)
+            self._in_passing.heal_by(HealMode.AUTO)
 
     def _begin_batch(self) -> Plan:
         """Begins a step if none has begun, and waits for its quorum. A heal continues in the background."""
@@ -1174,7 +1155,9 @@ class Manager(Stateful, Stepping):
             if self._data.has_loader:
                 self._again.forget()
         elif isinstance(self._current.cause, StillHealing) or (
-            self._in_passing is not None and self._current.healing and self._current.refused_by_rank
+            self._in_passing.mode is not HealMode.AT_ONCE
+            and self._current.healing
+            and self._current.refused_by_rank
         ):
             # No new connections are needed: reductions have succeeded, or none has begun.
             self._commit_failures = 0
@@ -1231,17 +1214,17 @@ class Manager(Stateful, Stepping):
         self._end_collectives()
         if self._calls.step:
             self._calls.end(lost=self._current.error is not None)
-        arrived = not self._transfers.busy or self._transfers.arrived()
+        arrived = not self._recovery.busy or self._recovery.arrived()
         error = self._peers.error()
         if error is not None:
             self._errors.lose(error)
         step = self._current
         if step.healing and arrived:
-            if self._in_passing is not None and self._in_passing.joining:
+            if self._in_passing.joining:
                 reduced = step.error is None and step.collectives.usable
                 self._in_passing.advance(reduced, self._optimizer_that_votes)
                 step.failed(StillHealing(self._in_passing.how_far()))
-            self._transfers.load(step)
+            self._recovery.load(step)
         try:
             if self._data.has_loader:
                 self._data.verify(step)
@@ -1260,10 +1243,10 @@ class Manager(Stateful, Stepping):
         committed = self._server.vote(self._step, step.vote(self._min_replica_size), timeout)
         step.decided(committed)
         self._rank_state.computed = False
-        if self._in_passing is not None:
+        if self._in_passing.mode is not HealMode.AT_ONCE:
             self._in_passing.decided(committed)
-        if self._transfers.busy:
-            self._transfers.end_serving(step)
+        if self._recovery.busy:
+            self._recovery.end_serving(step)
         if committed and self._snapshots.on:
             self._snapshots.end()
         return committed  # from now on the weights may change
@@ -1324,7 +1307,7 @@ class Manager(Stateful, Stepping):
 
     def _load_between_steps(self) -> Optional[Position]:
         """Loads the state that a heal fetched. Returns this group's position then, None after an error."""
-        self._transfers.load_before(self._current)
+        self._recovery.load_before(self._current)
         return self._position if self._current.error is None else None
 
     # Other methods for the training loop
@@ -1440,8 +1423,9 @@ class Manager(Stateful, Stepping):
                     parts.callback(self._manager._finish, self._step)
             if ends_transport:
                 parts.callback(self._transport.shutdown, wait=wait)
-            if self._in_passing is not None:
-                parts.callback(self._in_passing.stop)
+            in_passing: Optional[InPassing] = self.__dict__.get("_in_passing")
+            if in_passing is not None:
+                parts.callback(in_passing.stop)
             if wait:
                 parts.callback(self._leave)
 

@@ -19,7 +19,7 @@ from tests.integration.test_replay import DRAIN_SEC, OPERATION
 from torchft._manager.heal import joining, rules
 from torchft._manager.heal import mode as modes
 from torchft._manager.heal.mode import Figures
-from torchft._manager.heal.rules import NOTHING, Ask, Heal
+from torchft._manager.heal.rules import Ask, Heal
 from torchft._manager.settings import HealMode
 from torchft._manager.step import collectives
 from torchft.checkpointing import HTTPTransport
@@ -49,7 +49,7 @@ def one_part_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     in_step: dict[Heal, Optional[int]] = {}
 
     def following(heal: Heal) -> Ask:
-        return NOTHING if in_step.get(heal) == heal.step else NEXT(heal)
+        return Ask(0, 0, 0, 0) if in_step.get(heal) == heal.step else NEXT(heal)
 
     def arrived(heal: Heal, ask: Ask, share: float) -> None:
         in_step[heal] = heal.step
@@ -71,7 +71,7 @@ LEAST_ROUNDS = 18
 def halfway(cluster: Cluster, group: int) -> bool:
     """Whether some parts of a group are in place, and others are not."""
     managers = [rank.manager for rank in cluster.ranks if rank.group == group]
-    target = managers[0]._in_passing._target if managers and managers[0] and managers[0]._in_passing else None
+    target = managers[0]._in_passing._target if managers and managers[0] else None
     return target is not None and target.wrote and target.heal.here < target.heal.total - 5 * PART
 
 

@@ -92,7 +92,7 @@ def one_part_a_step(elements: int) -> None:
     following, arrived = rules.Heal.next, rules.Heal.arrived
 
     def next_part(heal: rules.Heal) -> rules.Ask:
-        return rules.NOTHING if in_step.get(heal) == heal.step else following(heal)
+        return rules.Ask(0, 0, 0, 0) if in_step.get(heal) == heal.step else following(heal)
 
     def here(heal: rules.Heal, ask: rules.Ask, share: float) -> None:
         in_step[heal] = heal.step

@@ -59,6 +59,8 @@ class Connection:
 
     Args:
         layout: the tensors that this rank reduces, compared with those of the peers before it connects.
+        in_passing: its heals in passing; with them a group that joins may wait for its connection, while the
+            others train on.
         failures: ends the connecting when a peer has failed.
         errors: gets the errors of connecting.
 
@@ -69,15 +71,12 @@ class Connection:
         unsupported: whether a group of the latest quorum does not fit into the job, and is about to end.
         members: replica ids of the groups of the connection in use, with this one; empty if there is none.
         made: the number of connections that this rank has used.
-        in_passing: its heals in passing; with them a group that joins may wait for its connection, while the
-            others train on. None: groups heal at once.
     """
 
     apart = False
     unmade = False
     unsupported = False
     made = 0
-    in_passing: Optional[InPassing] = None
 
     def __init__(
         self,
@@ -86,6 +85,7 @@ class Connection:
         settings: Settings,
         layout: Layout,
         *,
+        in_passing: InPassing,
         failures: Failures,
         errors: Errors,
         logger: _ManagerLogger,
@@ -94,6 +94,7 @@ class Connection:
         self._replica_id = replica_id
         self._settings = settings
         self._layout = layout
+        self._in_passing = in_passing
         self._failures = failures
         self._errors = errors
         self._logger = logger
@@ -113,9 +114,7 @@ class Connection:
     # For a quorum request
 
     def _may_wait(self) -> bool:
-        return (
-            self.in_passing is not None and self._peers.connects_standby and self.in_passing.why_not() is None
-        )
+        return self._peers.connects_standby and self._in_passing.why_not() is None
 
     def announcement(self, step: int, broken: bool) -> str:
         """Returns the announcement of this rank's connections; empty if it announces none.

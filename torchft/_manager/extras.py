@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,34 +26,23 @@ if TYPE_CHECKING:
     from torchft._manager.step.sharing import SharedStep
 
 
+@dataclass(eq=False)
 class OwnExtras(Extras):
     """Implements :class:`Extras` by passing each call on to the part of the Manager that does it."""
 
-    def __init__(
-        self,
-        rank_state: RankState,
-        peers: Peers,
-        connection: Connection,
-        logger: _ManagerLogger,
-        errors: Errors,
-        data: Data,
-        replayer: Replayer,
-        replicated: RegisteredState,
-        layout: Layout,
-        begin: Callable[[torch.optim.Optimizer], None],
-        end: Callable[[torch.optim.Optimizer], bool],
-    ) -> None:
-        self._rank_state = rank_state
-        self._peers = peers
-        self._connection = connection
-        self._logger = logger
-        self._errors = errors
-        self._data = data
-        self._replayer = replayer
-        self._replicated = replicated
-        self._layout = layout
-        self._begin = begin
-        self._end = end
+    _rank_state: RankState
+    _peers: Peers
+    _connection: Connection
+    _logger: _ManagerLogger
+    _errors: Errors
+    _data: Data
+    _replayer: Replayer
+    _replicated: RegisteredState
+    _layout: Layout
+    _begin: Callable[[torch.optim.Optimizer], None]
+    _end: Callable[[torch.optim.Optimizer], bool]
+
+    def __post_init__(self) -> None:
         self._gradient_checks: list[Callable[[], None]] = []
 
     def refuse_replay(self, reason: str) -> None:

@@ -15,6 +15,7 @@ import torchft
 from tests.unit.manager.quorums import Quorum, healing
 from torchft._agreement import VERSION, announce
 from torchft._manager.heal.in_passing import StillHealing
+from torchft._manager.settings import HealMode
 from torchft.manager import (
     TORCH_FR_DUMP_TEMP_FILE_ENV,
     ExceptionWithTraceback,
@@ -67,7 +68,7 @@ def test_a_group_that_waits_for_its_connection_reduces_and_heals_nothing(
     fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = fixture.manager(max_retries=0)
-    in_passing = MagicMock(wrote=False, joining=False, announces="")
+    in_passing = MagicMock(wrote=False, joining=False, announces="", mode=HealMode.IN_PASSING)
     manager._in_passing = manager._recovery.in_passing = in_passing
     monkeypatch.setattr(manager._connection, "follow", lambda *_: setattr(manager._connection, "apart", True))
     fixture.client._quorum.return_value = healing(make_quorum)

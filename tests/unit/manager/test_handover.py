@@ -155,12 +155,11 @@ class Group:
             background=MagicMock(), logger=MagicMock(),
         )  # fmt: skip
         settings, layout = MagicMock(timeout=None), MagicMock()
+        in_passing: Any = SimpleNamespace(why_not=lambda: None if self.may_wait else "a layout")
         self.connection = Connection(
-            self.network, self.name, settings, layout,
+            self.network, self.name, settings, layout, in_passing=in_passing,
             failures=self.failures, errors=self.errors, logger=MagicMock(),
         )  # type: ignore[arg-type]  # fmt: skip
-        in_passing: Any = SimpleNamespace(why_not=lambda: None if self.may_wait else "a layout")
-        self.connection.in_passing = in_passing
 
     def ask(self) -> str:
         text = self.connection.announcement(self.step, self.commit_failures > 0)

@@ -19,6 +19,7 @@ from torchft._manager.heal.in_passing import Fetch, InPassing
 from torchft._manager.heal.mode import LITTLE
 from torchft._manager.heal.step_parts import StepParts
 from torchft._manager.heal.tracked import Parameters
+from torchft._manager.settings import HealMode
 from torchft.checkpointing import HTTPTransport
 
 
@@ -30,9 +31,11 @@ def heals_of(
     optimizers: Any, transport: Any = None, logger: Any = None, refuses: Any = None, chooses: bool = False
 ) -> InPassing:
     transport, logger = transport or MagicMock(gives_parts=True), logger or MagicMock()
-    return InPassing(
-        transport, optimizers, str, refuses or (lambda: None), MagicMock(), DEADLINE_SEC, logger, chooses
+    heals = InPassing(
+        transport, optimizers, str, refuses or (lambda: None), MagicMock(), DEADLINE_SEC, logger, 1
     )
+    heals.heal_by(HealMode.AUTO if chooses else HealMode.IN_PASSING)
+    return heals
 
 
 @pytest.mark.parametrize("step", [0, 1])
@@ -121,7 +124,10 @@ def test_a_source_that_gives_no_parts_tells_its_targets_why(reason: str) -> None
     step, said = transport.refuse_parts.call_args.args
     assert step == 1 and reason in said
     heals.decided(True)
-    assert not transport.note_decision.called and not transport.offer_parts.called
+    transport.note_decision.assert_called_once_with(
+        1, 3, None
+    )  # before the step: a target does not wait for it
+    assert not transport.offer_parts.called
 
 
 @pytest.mark.parametrize("why", ["", "it does not heal", "it heals at step 0", "its optimizer has changed"])
@@ -165,7 +171,7 @@ def test_nothing_is_prepared_where_groups_do_not_train_along() -> None:
 def test_the_manager_prepares_before_its_first_request(fixture: Fixture) -> None:
     transport = HTTPTransport[Any](timedelta(seconds=DEADLINE_SEC), 0)
     manager = fixture.manager(heal_along=True, checkpoint_transport=transport)
-    assert manager._in_passing is not None and manager._rounds is not None
+    assert manager._rounds is not None
     calls: list[str] = []
     begin = manager._rounds.begin
 
@@ -253,9 +259,9 @@ def test_a_part_that_does_not_exist_is_refused(key: str) -> None:
 
 def test_the_first_reduction_ends_a_pass(fixture: Fixture) -> None:
     manager = fixture.manager(heal_along=True)
-    assert manager._in_passing is not None
     manager.start_quorum()
     manager.wait_quorum()
+    manager._healing = True
     manager._in_passing._target = target = MagicMock()
     manager.allreduce(torch.ones(2)).wait()
     target.reduces.assert_called_once()

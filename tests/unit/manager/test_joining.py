@@ -21,10 +21,12 @@ from torchft._manager.heal.in_passing import Fetch, InPassing
 from torchft._manager.heal.joining import Target
 from torchft._manager.heal.recovery import Recovery
 from torchft._manager.heal.rules import FIRST, Ask
+from torchft._manager.heal.sources import Sources
 from torchft._manager.heal.step_parts import StepParts
-from torchft._manager.heal.together import Agreement, HealingRanks
+from torchft._manager.heal.together import Agreement, GroupRanks, HealingRanks
 from torchft._manager.heal.tracked import Parameters
-from torchft._manager.rank import Position
+from torchft._manager.rank import Position, RankState
+from torchft._manager.settings import HealMode
 from torchft._records import MemberFailure
 from torchft.checkpointing.client.request import Abandon, Busy, RequestRefused
 from torchft.checkpointing.codec.requests import StatePart
@@ -185,7 +187,6 @@ def test_an_optimizer_that_adds_to_its_gradients(peer: Peer, start: Any) -> None
         optimizer = torch.optim.SGD(model.parameters(), **settings)
         if model is ours:
             target.parameters = Parameters([optimizer])
-            target._layout = target.parameters.layout
         else:
             peer.optimizer = optimizer
     target.quorum(plan(7), together=True)
@@ -201,7 +202,7 @@ def test_an_optimizer_that_adds_to_its_gradients(peer: Peer, start: Any) -> None
 
 def test_a_part_of_another_size_gets_no_memory(peer: Peer, start: Any) -> None:
     target, _ = start()
-    value = {"layout": target._layout, "states": 2 * [{"": {"range": "float32"}}]}
+    value = {"layout": target.parameters.layout, "states": 2 * [{"": {"range": "float32"}}]}
     with pytest.raises(ValueError, match="a part of 1099511627776 bytes in place of 24"):
         target._begin(Ask(0, 6, 0, 0), value, 1 << 40)
     assert target._buffer.numel() == 0
@@ -362,24 +363,6 @@ def test_requests_wait_for_the_end_of_a_pause(peer: Peer, start: Any) -> None:
     target.pace.spent.assert_called_once()
 
 
-def recovery_of(connect: Callable[[str, timedelta], Any]) -> Recovery:
-    return Recovery(
-        transport=cast(Any, MagicMock(in_place=False)),
-        user_state=MagicMock(),
-        optimizers=[],
-        group_rank=0,
-        connect=connect,
-        check_peers=lambda: None,
-        timeout=timedelta(seconds=60),
-        connect_timeout=timedelta(seconds=60),
-        sources=1,
-        in_background=True,
-        wait=MagicMock(),
-        agreement=Agreement(MagicMock(), "", 1),
-        logger=MagicMock(),
-    )
-
-
 def test_a_source_is_located_once_and_not_for_long() -> None:
     """The timeout is short: the other groups continue to train, and the next quorum may name another
     source.
@@ -391,29 +374,41 @@ def test_a_source_is_located_once_and_not_for_long() -> None:
         raise RuntimeError(f"{address} was not reached")
 
     with pytest.raises(RuntimeError, match="a host was not reached"):
-        recovery_of(connect).locate("a host")
+        Sources(connect, timedelta(seconds=60), lambda: None, MagicMock(), 0).locate("a host")
     assert tried == [timedelta(seconds=3)]
-
-
-def test_a_heal_is_notified_of_failures() -> None:
-    recovery = recovery_of(MagicMock())
-    recovery.in_passing = MagicMock()
-    recovery.peer_failed(MemberFailure(3, "source/0", "its connection broke"))
-    recovery.in_passing.peer_failed.assert_called_once_with(3, "source/0")
 
 
 @pytest.fixture
 def in_passing(peer: Peer) -> Iterator[tuple[InPassing, Recovery]]:
-    recovery = recovery_of(MagicMock())
     optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
-    transport = MagicMock(recv_part=peer.recv_part, recv_decision=peer.recv_decision)
-    ranks = HealingRanks(MagicMock(), "", 0, 1)
-    recovery.in_passing = made = InPassing(
-        transport, [optimizer], str, lambda: None, ranks, DEADLINE_SEC, MagicMock()
+    transport = MagicMock(in_place=False, recv_part=peer.recv_part, recv_decision=peer.recv_decision)
+    ranks = GroupRanks(MagicMock(), "", 0, 1)
+    heals = InPassing(
+        transport, [optimizer], str, lambda: None, HealingRanks(ranks), DEADLINE_SEC, MagicMock(), 1
     )
-    yield made, recovery
+    heals.heal_by(HealMode.IN_PASSING)
+    others = "user_state", "sources", "planner", "wait", "background", "data", "errors", "logger"
+    yield (
+        heals,
+        Recovery(
+            transport=transport,
+            optimizers=[],
+            in_passing=heals,
+            most_sources=1,
+            agreement=Agreement(ranks),
+            rank_state=RankState(timedelta(seconds=60)),
+            **{name: MagicMock() for name in others},
+        ),
+    )
     peer.answers.set()
-    made.stop()
+    heals.stop()
+
+
+def test_a_heal_is_notified_of_failures(in_passing: tuple[InPassing, Recovery]) -> None:
+    heals, recovery = in_passing
+    heals._target = target = MagicMock(wrote=False)
+    recovery.peer_failed(MemberFailure(3, "source/0", "its connection broke"))
+    target.peer_failed.assert_called_once_with(3, "source/0")
 
 
 def test_weights_that_were_written_in_passing_are_of_no_step(
@@ -423,7 +418,7 @@ def test_weights_that_were_written_in_passing_are_of_no_step(
     heals, recovery = in_passing
     alone = cast(Any, SimpleNamespace(heal=False, up_to_date=False, quorum_id=8))
     recovery.begin(plan(7), Position(0, 0, -1), 0.0)
-    assert recovery.heal(plan(7), at_once=False) is None and recovery.joining
+    assert recovery._heal(plan(7), at_once=False) is None and recovery.joining
     target = heals._target
     assert target is not None
     wait_until(lambda: target.wrote, DEADLINE_SEC)
@@ -432,7 +427,7 @@ def test_weights_that_were_written_in_passing_are_of_no_step(
         recovery.follow(alone, restores=False)
     recovery.follow(alone, restores=True)  # a copy replaces all of them
     recovery.pending = {"user": {}}
-    assert recovery.load()
+    assert recovery.load(MagicMock())
     recovery.follow(alone, restores=False)
     target._thread.join(DEADLINE_SEC)
 
@@ -442,7 +437,7 @@ def test_if_the_rest_does_not_arrive_the_whole_state_is_fetched(
 ) -> None:
     heals, recovery = in_passing
     recovery.begin(plan(7), Position(0, 0, -1), 0.0)
-    assert recovery.heal(plan(7), at_once=False) is None
+    assert recovery._heal(plan(7), at_once=False) is None
     target = heals._target
     assert target is not None
     target.heal.here = target.heal.same = target.heal._comparable = target.heal.total
@@ -457,9 +452,9 @@ def test_if_the_rest_does_not_arrive_the_whole_state_is_fetched(
 
     recovery._fetch = fetch  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="the source has ended"):
-        recovery.heal(plan(8), at_once=False)
+        recovery._heal(plan(8), at_once=False)
     assert not recovery.joining and heals.join(plan(9), may_write=True) is Fetch.ALL
-    assert recovery.heal(plan(9), at_once=False) == Position(9, 0, 0)
+    assert recovery._heal(plan(9), at_once=False) == Position(9, 0, 0)
     assert fetched == [heals.has, None]
     with pytest.raises(KeyError, match="has ended"):
         heals.has(0, "")

@@ -23,6 +23,7 @@ from torchft._manager.checks.loader import BatchDiffers, Data
 from torchft._manager.edge import device_of
 from torchft._manager.quorum.plan import Plan as QuorumPlan
 from torchft._manager.quorum.plan import WorldSizeMode, make_plan
+from torchft._manager.settings import HealMode
 from torchft.data import ElasticDataLoader
 from torchft.data._prefetch import ReadFailed
 from torchft.data.position import DataPlan, DataPosition, RankShare, SamplesDiffer
@@ -54,17 +55,19 @@ def attach(manager: Manager, peers: Optional[Fixture] = None) -> ElasticDataLoad
 
 
 @pytest.mark.parametrize(
-    ("given", "chooses"),
-    [({}, True), ({"heal": "auto"}, True), ({"heal_along": True}, False), ({"heal": "at_once"}, None)],
+    ("given", "mode"),
+    [
+        ({}, HealMode.AUTO),
+        ({"heal": "auto"}, HealMode.AUTO),
+        ({"heal_along": True}, HealMode.IN_PASSING),
+        ({"heal": "at_once"}, HealMode.AT_ONCE),
+    ],
 )
-def test_how_groups_with_a_loader_heal(
-    fixture: Fixture, given: dict[str, Any], chooses: Optional[bool]
-) -> None:
+def test_how_groups_with_a_loader_heal(fixture: Fixture, given: dict[str, Any], mode: HealMode) -> None:
     manager = fixture.manager(**given)
-    assert manager._in_passing is None or given
+    assert manager._in_passing.mode is HealMode.AT_ONCE or given
     attach(manager)
-    assert (manager._in_passing._chooses if manager._in_passing is not None else None) is chooses
-    assert manager._recovery.in_passing is manager._in_passing
+    assert manager._in_passing.mode is mode
 
 
 def test_by_default_groups_that_average_weights_heal_at_once(fixture: Fixture) -> None:
@@ -72,7 +75,7 @@ def test_by_default_groups_that_average_weights_heal_at_once(fixture: Fixture) -
     net = nn.Linear(1, 1)
     with LocalSGD(manager, net, torch.optim.SGD(net.parameters()), sync_every=2):
         attach(manager)
-        assert manager._in_passing is None
+        assert manager._in_passing.mode is HealMode.AT_ONCE
 
 
 class Stream(IterableDataset[int]):

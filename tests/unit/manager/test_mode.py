@@ -52,7 +52,7 @@ def test_the_least_loss_of_all_groups_together(
     at_once: float,
     in_passing: float,
 ) -> None:
-    figures = Figures(nbytes, nbytes, rate, rate / 4, step_sec, overlap_sec, groups, 60.0)
+    figures = Figures(nbytes, nbytes, rate, rate / 4, step_sec, overlap_sec, groups, 60.0, rest=0)
     assert figures.lost_at_once == pytest.approx(at_once)
     assert figures.lost_in_passing == pytest.approx(in_passing)
     assert figures.mode is (HealMode.AT_ONCE if at_once < in_passing else HealMode.IN_PASSING)
@@ -63,39 +63,38 @@ def test_what_comes_at_the_end_is_waited_for_in_any_case() -> None:
     assert figures.lost_at_once == pytest.approx(8.72)
     assert figures.lost_in_passing == pytest.approx(9.028)
     assert figures.mode is HealMode.AT_ONCE
-    assert Measured(5).quorum(0.0, 1, 0.0, 1, 60.0, False) is None
 
 
 def test_what_has_arrived_counts_for_the_heal_in_passing() -> None:
-    figures = Figures(GB, GB, 200 * MB, 50 * MB, 0.1, 0.0, 3, 60.0)
+    figures = Figures(GB, GB, 200 * MB, 50 * MB, 0.1, 0.0, 3, 60.0, rest=0)
     assert figures.mode is HealMode.AT_ONCE
     assert figures._replace(timeout_sec=9.0).mode is HealMode.IN_PASSING, "it would hardly end"
     assert figures._replace(left=0.5 * GB).mode is HealMode.IN_PASSING
 
 
 def test_the_figures_are_those_of_steps_at_a_settled_pace() -> None:
-    measured = Measured()
+    measured = Measured(1000, rest=5)
 
     def quorum(now: float, settled: bool) -> Optional[Figures]:
-        return measured.quorum(now, 1000, 0.4, 2, math.inf, settled)
+        return measured.quorum(now, 0.4, 2, math.inf, settled)
 
     assert quorum(10.0, False) is None
     measured.part(1200, 100, 0.5)
     assert quorum(11.0, False) is quorum(12.0, False) is None
-    assert quorum(13.0, False) == Figures(12000, 10800, 2400, 2400, 1.0, 0.4, 2, math.inf), (
+    assert quorum(13.0, False) == Figures(12000, 10800, 2400, 2400, 1.0, 0.4, 2, math.inf, 5), (
         "the best possible pace"
     )
     for step in range(9):
         assert quorum(14.0 + 2 * step, True) is None
         measured.part(300, 25, 0.125)
     figures = quorum(32.0, True)
-    assert figures == Figures(12000, 8100, 2400, 150, 2.0, 0.4, 2, math.inf)
+    assert figures == Figures(12000, 8100, 2400, 150, 2.0, 0.4, 2, math.inf, 5)
     assert quorum(34.0, True) is None, "only once"
 
 
 def test_without_a_part_there_are_no_figures() -> None:
-    measured = Measured()
+    measured = Measured(1000, rest=0)
     for step in range(5):
-        assert measured.quorum(10.0 + step, 1000, 0.0, 2, 60.0, False) is None
+        assert measured.quorum(10.0 + step, 0.0, 2, 60.0, False) is None
     measured.part(1200, 100, 0.5)
-    assert measured.quorum(15.0, 1000, 0.0, 2, 60.0, False) is not None
+    assert measured.quorum(15.0, 0.0, 2, 60.0, False) is not None

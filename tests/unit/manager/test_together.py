@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.unit.waiting import wait_until
-from torchft._manager.heal.together import Agreement, HealingRanks, Progress
+from torchft._manager.heal.together import Agreement, GroupRanks, HealingRanks, Progress
 
 LONG, NONE = timedelta(seconds=60), timedelta(0)
 
@@ -31,8 +31,10 @@ class Store(dict[str, str]):
 
 def test_progress_is_what_all_ranks_of_a_group_have_reported() -> None:
     store = Store()
-    ranks = [HealingRanks(store, "group:uuid", number, 2) for number in range(2)]
-    assert HealingRanks(store, "alone:uuid", 0, 1).group_progress(7) is Progress.READY and not store
+    ranks = [HealingRanks(GroupRanks(store, "group:uuid", number, 2)) for number in range(2)]
+    assert (
+        HealingRanks(GroupRanks(store, "alone:uuid", 0, 1)).group_progress(7) is Progress.READY and not store
+    )
     ranks[0].report(7, Progress.READY)
     ranks[0].report(7, Progress.READY)  # in a second attempt
     assert [rank.group_progress(8) for rank in ranks] == [Progress.ARRIVING] * 2
@@ -71,7 +73,7 @@ def test_a_report_that_the_store_did_not_acknowledge_is_repeated_and_counts_once
                 raise ConnectionError("the store did not answer")
 
     store = Unreliable()
-    ranks = [HealingRanks(store, "group:uuid", number, 2) for number in range(2)]
+    ranks = [HealingRanks(GroupRanks(store, "group:uuid", number, 2)) for number in range(2)]
     with pytest.raises(ConnectionError):
         ranks[0].report(7, Progress.READY)
     ranks[0].report(7, Progress.READY)
@@ -81,7 +83,7 @@ def test_a_report_that_the_store_did_not_acknowledge_is_repeated_and_counts_once
 
 
 def make_agreements(store: HashStore, quorum_id: int = 1) -> list[Agreement]:
-    agreements = [Agreement(store, "group:uuid", 2) for _ in range(2)]
+    agreements = [Agreement(GroupRanks(store, "group:uuid", number, 2)) for number in range(2)]
     for agreement in agreements:
         agreement.begin(quorum_id, 7)
     return agreements
@@ -137,6 +139,6 @@ def test_a_rank_that_does_not_answer_is_not_waited_for_after_the_timeout() -> No
 def test_a_single_rank_and_one_at_step_0_wait_for_no_other(members: int, step: int) -> None:
     """Each rank has a source of its own at step 0, in another group or in its own."""
     store = HashStore()
-    agreement = Agreement(store, "group:uuid", members)
+    agreement = Agreement(GroupRanks(store, "group:uuid", 0, members))
     agreement.begin(1, step)
     assert agreement.reached(NONE) and agreement.refuse() and store.num_keys() == 0

@@ -16,6 +16,7 @@ from torch.distributed import HashStore, TCPStore
 from tests.unit.waiting import wait_until
 from torchft._agreement import HEALS, announce
 from torchft._manager.heal import wait as wait_module
+from torchft._manager.heal.together import GroupRanks
 from torchft._manager.heal.wait import HealWait, SharedCounter
 from torchft._manager.quorum.plan import Plan
 from torchft._manager.rank import RankState
@@ -42,7 +43,10 @@ class Job:
         self.failed: list[Exception] = []
         self.waits = {
             (group, rank): HealWait(
-                self.check, RankState(timeout), groups[group], f"g{group}", rank, ranks, MagicMock()
+                self.check,
+                RankState(timeout),
+                GroupRanks(groups[group], f"g{group}", rank, ranks),
+                MagicMock(),
             )
             for group in range(2)
             for rank in range(ranks)
@@ -104,7 +108,7 @@ def test_counters_of_earlier_steps_are_deleted(stack: ExitStack, ranks: int) -> 
             pass
         job.waits[of].wait()
 
-    stores = [*job.columns, *(wait._store for wait in list(job.waits.values())[::ranks])]
+    stores = [*job.columns, *(wait.ranks.store for wait in list(job.waits.values())[::ranks])]
     counts = []
     for number in range(3):
         for one in [pool.submit(step, of, number) for of in job.waits]:
@@ -114,7 +118,7 @@ def test_counters_of_earlier_steps_are_deleted(stack: ExitStack, ranks: int) -> 
 
 
 def waits(wait: HealWait) -> bool:
-    return wait._rank_state.activity(waits=True) == ("waits for a group that heals", True, "")
+    return wait.rank_state.activity(waits=True) == ("waits for a group that heals", True, "")
 
 
 def test_a_group_waits_until_the_other_one_has_healed(stack: ExitStack) -> None:
@@ -248,7 +252,7 @@ def test_a_store_that_has_ended_delays_no_step(stack: ExitStack, monkeypatch: py
     with wait.following(plan):
         pass
     wait.wait()
-    assert "not known whether all groups have healed" in str(cast(Any, wait._logger).warn.call_args)
+    assert "not known whether all groups have healed" in str(cast(Any, wait.logger).warn.call_args)
 
 
 def test_a_step_that_is_over_ends_its_thread(stack: ExitStack) -> None:

@@ -142,6 +142,16 @@ class Data:
             self._loader.steps_by_itself(self._local_steps)
 
     @property
+    def own_weights(self) -> bool:
+        """Whether each group has weights of its own between two averages (LocalSGD, DiLoCo)."""
+        return self.averages_weights or (self._layout.lines is not None and not self.adds_gradients)
+
+    def why_no_copies(self) -> Optional[str]:
+        """Why a copy of this group's state is not one of the job; None: it is."""
+        reason = "with LocalSGD and DiLoCo each group has weights of its own between two averages"
+        return reason if self.own_weights else None
+
+    @property
     def at_end(self) -> bool:
         """Whether this group has no more data."""
         return self._loader is not None and self._loader.at_end

@@ -2,7 +2,7 @@
 
 Both ways:
     state: the state of a group, and the user's functions for it. hyperparameters: those of its optimizers.
-    recovery: serves, fetches and loads the state. transfers: calls recovery at the right moments of a step.
+    recovery: serves, fetches and loads the state. sources: where others offer it.
     wait: lets the other groups wait for a heal that makes progress.
 
 In passing, while all groups train:

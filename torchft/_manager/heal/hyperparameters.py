@@ -27,7 +27,11 @@ def read(optimizers: Sequence[Optimizer]) -> Groups:
     """Returns the hyperparameters of each parameter group of each optimizer."""
     return [
         [
-            {key: value for key, value in group.items() if key != "params" and _travels(value)}
+            {
+                key: value
+                for key, value in group.items()
+                if key != "params" and all(isinstance(one, _PLAIN) for one in _items(value))
+            }
             for group in optimizer.param_groups
         ]
         for optimizer in _all(optimizers)
@@ -52,16 +56,12 @@ def _all(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     return list(found.values())
 
 
-def _travels(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(isinstance(one, _PLAIN) for one in value)
-    return isinstance(value, _PLAIN)
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (tuple, list)) else [value]
 
 
 def _has_tensors(value: Any) -> bool:
-    return any(
-        isinstance(one, torch.Tensor) for one in (value if isinstance(value, (tuple, list)) else [value])
-    )
+    return any(isinstance(one, torch.Tensor) for one in _items(value))
 
 
 def changed(before: Groups, after: Groups) -> Groups:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -27,7 +28,6 @@ from torchft.utils import DeviceEvent
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from torchft._manager.checks.layout import Layout
     from torchft._manager.checks.loader import Data
     from torchft._manager.edge import Transport
     from torchft._manager.observe.log import _ManagerLogger
@@ -49,75 +49,38 @@ class Fetch(Enum):
     ALL = "the state"
 
 
-class Obstacles:
-    """The reasons why groups of this job do not train along while the state of one of them arrives."""
-
-    def __init__(self, transport: Transport, layout: Layout, data: Data) -> None:
-        self._transport = transport
-        self._layout = layout
-        self._data = data
-
-    def first(self) -> Optional[str]:
-        """Describes one of them; None: there is none."""
-        if not self._transport.gives_parts:
-            return (
-                "the checkpoint transport gives a state at once only, HTTPTransport gives it in parts as well"
-            )
-        if self._layout.lines is not None and not self._data.adds_gradients:
-            return "the groups train on their own between two averages"
-        if self._data.at_end:
-            return "this group is at the end of its data, and waits for the groups that heal"
-        return None
-
-    def to_snapshots(self) -> Optional[str]:
-        """Describes why a copy of this group's state is not one of the job; None: it is."""
-        if self._data.averages_weights or (self._layout.lines is not None and not self._data.adds_gradients):
-            return "with LocalSGD and DiLoCo each group has weights of its own between two averages"
-        return None
+def why_never(transport: Transport, data: Data) -> Optional[str]:
+    """Why groups of this job do not train along while the state of one of them arrives; None: they may."""
+    if not transport.gives_parts:
+        return "the checkpoint transport gives a state at once only, HTTPTransport gives it in parts as well"
+    if data.own_weights:
+        return "the groups train on their own between two averages"
+    if data.at_end:
+        return "this group is at the end of its data, and waits for the groups that heal"
+    return None
 
 
+@dataclass(eq=False)
 class InPassing:
     """Heals of one rank, as source and as target.
 
-    Args:
-        transport: the transport, which gives and receives parts.
-        optimizers: their parameters, with optimizer state, are healed in parts. More may be added to this
-            sequence.
-        locate: given the address of a group's manager server, returns where the same rank of that group
-            offers its state.
-        refuses: returns why a group cannot train along while it heals; None if it can.
-        ranks: the ranks of this group, which all end a heal in the same step.
-        timeout: seconds without any data after which a request fails.
-        chooses: whether a state is transferred at once if that loses less time (mode.py).
-        min_replica_size: fewest groups that may commit a step.
-
     Attributes:
+        mode: how groups heal; set by :meth:`heal_by`.
         began: when the present heal began, by time.monotonic().
     """
 
-    began = 0.0
+    transport: Transport
+    optimizers: Sequence[Optimizer]  # their parameters are healed in parts; more may be added
+    locate: Locate
+    obstacle: Callable[[], Optional[str]]  # returns why groups cannot train along while they heal
+    ranks: HealingRanks
+    timeout: float  # seconds without any data after which a request fails
+    logger: _ManagerLogger
+    min_replica_size: int  # fewest groups that may commit a step
 
-    def __init__(
-        self,
-        transport: Transport,
-        optimizers: Sequence[Optimizer],
-        locate: Locate,
-        refuses: Callable[[], Optional[str]],
-        ranks: HealingRanks,
-        timeout: float,
-        logger: _ManagerLogger,
-        chooses: bool = False,
-        min_replica_size: int = 1,
-    ) -> None:
-        self._transport = transport
-        self._chooses = chooses
-        self._min_replica_size = min_replica_size
-        self._optimizers = optimizers
-        self._locate = locate
-        self._refuses = refuses
-        self._ranks = ranks
-        self._timeout = timeout
-        self._logger = logger
+    def __post_init__(self) -> None:
+        self.mode = HealMode.AT_ONCE
+        self.began = 0.0
         self._known: Optional[Parameters] = None
         self._unsupported: Optional[str] = None  # why these cannot be healed in passing
         self._copied = DeviceEvent(())  # behind the copies of the last state
@@ -127,18 +90,30 @@ class InPassing:
         self._wrote = False  # whether heals that have ended have changed weights since a state was loaded
         self._ends = False  # whether the rest of the state is fetched in the present step
         self._abandoned = False  # until the next heal
-        if transport.gives_parts:
-            transport.prepare_parts(self._names)
 
     # Before a heal
+
+    def heal_by(self, mode: HealMode) -> None:
+        """Sets how groups heal, before the first quorum."""
+        self.mode = mode
+        if self._gives_parts:
+            self.transport.prepare_parts(self._names)
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether a state is transferred at once if that loses less time (mode.py)."""
+        return self.mode is HealMode.AUTO
+
+    def _refuses(self) -> Optional[str]:
+        return "groups heal at once" if self.mode is HealMode.AT_ONCE else self.obstacle()
 
     def _parameters(self) -> Parameters:
         """The parameters, described again if they have changed; on the training thread first, in each step.
         Unsupported: they cannot be healed in passing.
         """
         known = self._known
-        if known is None or not known.describes(self._optimizers):
-            self._known = known = Parameters(self._optimizers)
+        if known is None or not known.describes(self.optimizers):
+            self._known = known = Parameters(self.optimizers)
             try:
                 self._unsupported = None
                 known.check()
@@ -158,9 +133,7 @@ class InPassing:
     @property
     def announces(self) -> str:
         """How this group heals, the same for all of its ranks: "auto" or "in_passing", empty: at once."""
-        if self._refuses() is not None:
-            return ""
-        return (HealMode.AUTO if self._chooses else HealMode.IN_PASSING).value
+        return self.mode.value if self._refuses() is None else ""
 
     def why_not(self, groups: Optional[int] = None) -> Optional[str]:
         """Returns why this group heals at once, as far as that is known before a heal; None: it may heal in
@@ -182,7 +155,7 @@ class InPassing:
         try:
             self._parameters().prepare()
         except Exception as e:
-            self._logger.info(f"the optimizers are not prepared for a heal: {e}")
+            self.logger.info(f"the optimizers are not prepared for a heal: {e}")
 
     def follow(self, plan: Plan) -> None:
         """Takes up a quorum, before the group acts on it: ends the heal if the group is up to date."""
@@ -198,9 +171,9 @@ class InPassing:
         """Fixes a state that a target may request in the middle of the step: what a forward pass may change
         is copied. Called on the training thread.
         """
-        if not self._transport.gives_parts or self._refuses() is not None:
+        if self._refuses() is not None:
             return state
-        fixed, devices = with_copies(state, addresses(self._optimizers))
+        fixed, devices = with_copies(state, addresses(self.optimizers))
         self._copied = DeviceEvent(device for device in devices if device.type != "cpu")
         return fixed
 
@@ -211,33 +184,32 @@ class InPassing:
         return state
 
     def offer(self, plan: Plan, whole: Callable[[], None]) -> bool:
-        """Offers the state of a step in parts.
-
-        Args:
-            whole: offers the whole state, on another thread; called if a target requests it.
-
-        Returns:
-            False if this group offers its state only at once.
+        """Offers the state of a step in parts; False if this group offers it only at once. `whole`: offers
+        the whole state; called on another thread if a target requests it.
         """
-        if not plan.recover_dst or not self._transport.gives_parts or plan.max_step == 0:
+        if not plan.recover_dst or not self._gives_parts or plan.max_step == 0:
             return False
-        reason = self._refuses()
         try:
-            if reason is not None:
+            if reason := self._refuses():
                 raise Unsupported(reason)
             parameters = self._parameters()
             parameters.hyperparameters()  # they are sent with the decision
-            self._transport.offer_parts(plan.max_step, StepParts(parameters, whole))
+            self.transport.offer_parts(plan.max_step, StepParts(parameters, whole))
         except Unsupported as e:
-            self._transport.refuse_parts(plan.max_step, str(e))
+            self.refuse(plan, str(e))
             return False
         self._given = plan, parameters
         return True
 
     def refuse(self, plan: Plan, reason: str) -> None:
-        """Tells the targets that this group gives no parts of its state."""
-        if self._transport.gives_parts:
-            self._transport.refuse_parts(plan.max_step, reason)
+        """Tells the targets that this group gives no parts of its state, and will not tell its decision."""
+        if self._gives_parts:
+            self.transport.refuse_parts(plan.max_step, reason)
+            self.transport.note_decision(plan.max_step, plan.quorum_id, None)
+
+    @property
+    def _gives_parts(self) -> bool:
+        return self.mode is not HealMode.AT_ONCE and self.transport.gives_parts
 
     def decided(self, committed: bool) -> None:
         """Tells targets, which wait for it, whether the step was committed, and with which hyperparameters.
@@ -247,26 +219,21 @@ class InPassing:
         if given is None:
             return
         plan, parameters = given
-        decision = None
-        if committed:
-            try:
-                decision = parameters.hyperparameters()
-            except Unsupported as e:  # the next step is not offered
-                self._logger.info(f"the groups that train along do not get the hyperparameters: {e}")
-        self._transport.note_decision(plan.max_step, plan.quorum_id, decision)
+        try:
+            decision = parameters.hyperparameters() if committed else None
+        except Unsupported:
+            decision = None  # the next step is not offered, with the reason
+        self.transport.note_decision(plan.max_step, plan.quorum_id, decision)
 
     # The target
 
     def join(self, plan: Plan, may_write: bool) -> Fetch:
-        """Begins or continues a heal in passing.
-
-        Args:
-            plan: the plan of a quorum in which this group heals.
-            may_write: whether the heal may overwrite this group's own weights, which are lost if it fails.
+        """Begins or continues a heal in passing. `may_write`: whether it may overwrite this group's own
+        weights, which are lost if it fails.
         """
-        if plan.max_step == 0:
+        if plan.max_step == 0 or self.mode is HealMode.AT_ONCE:
             return Fetch.ALL
-        progress = self._ranks.group_progress(plan.max_step)
+        progress = self.ranks.group_progress(plan.max_step)
         if not self._abandoned:
             reason, chosen = self._why_all(plan, progress, may_write)
             if reason is not None:
@@ -288,7 +255,7 @@ class InPassing:
             # with a synchronous quorum, in which not all groups heal in passing
             counted = "the other groups count on the gradients of this one in this step"
             return self.why_not() or counted, self._chooses
-        if plan.participants < self._min_replica_size:
+        if plan.participants < self.min_replica_size:
             return "without this group too few take part, so that no step would be committed", self._chooses
         target = self._target
         if target is None:
@@ -301,12 +268,11 @@ class InPassing:
                 return alone, self._chooses
             try:
                 parameters = self._parameters()
+                parameters.check()  # again: they may have moved since they were described
             except Unsupported as e:
                 return str(e), self._chooses
             self.began = time.monotonic()
-            self._target = target = Target(
-                parameters, self._transport, self._locate, self._timeout, self._logger
-            )
+            self._target = target = Target(parameters, self.transport, self.locate, self.timeout, self.logger)
         target.quorum(plan, together=progress is Progress.READY)
         if target.heal.abandoned is not None or target.heal.ends:
             return target.heal.abandoned, False
@@ -333,18 +299,14 @@ class InPassing:
         return self._wrote or (target is not None and target.wrote)
 
     def advance(self, reduced: bool, optimizer: Optional[Optimizer] = None) -> None:
-        """Ends a step of a group that trains along, on the training thread, before it votes.
-
-        Args:
-            reduced: whether all of the step's reductions have succeeded.
-            optimizer: the one that steps if the step is committed; None: not known.
+        """Ends a step of a group that trains along, on the training thread, before it votes; see
+        :meth:`Target.advance`.
         """
         self._end_step(lambda target: target.advance(reduced, optimizer))
 
     def steps_too(self, optimizer: Optimizer) -> None:
         """Ends a step for another optimizer, which shares the vote."""
-        if self.joining:
-            self._end_step(lambda target: target.steps_too(optimizer))
+        self._end_step(lambda target: target.steps_too(optimizer))
 
     def _end_step(self, end: Callable[[Target], None]) -> None:
         target = self._target
@@ -362,17 +324,15 @@ class InPassing:
 
     def _report(self, step: int, progress: Progress) -> None:
         try:
-            self._ranks.report(step, progress)
+            self.ranks.report(step, progress)
         except Exception as e:
-            self._logger.warn(
-                f"the other ranks of the group do not know how far the heal of this one is: {e}"
-            )
+            self.logger.warn(f"the other ranks of the group do not know how far the heal of this one is: {e}")
 
     def _abandon(self, reason: str, step: int, chosen: bool = False) -> None:
         self.stop()
         self._abandoned = True
         self._report(step, Progress.WHOLE)
-        log = self._logger.info if chosen else self._logger.warn
+        log = self.logger.info if chosen else self.logger.warn
         log(f"the state is transferred at once, and the other groups wait for it: {reason}")
 
     def failed(self, plan: Plan, error: Exception) -> None:

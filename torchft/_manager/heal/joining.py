@@ -14,6 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass
 from datetime import timedelta
 from functools import partial
 from http import HTTPStatus
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.quorum.plan import Plan
 
-# A request fails after this many seconds without any data, so that the next one may go to another source.
+# A request fails after this many seconds without any data, so that the next one may go to another source. So
+# does that for a decision: a source may have begun another step without a vote.
 _SILENT_SEC = 10.0
 # The seconds between a request that has failed and the next one.
 _RETRY_SEC = 0.2
@@ -46,43 +48,31 @@ _RETRY_SEC = 0.2
 # Refusals for which the next request may succeed. Any other source has no parts; one of upstream answers 500.
 _OF_THIS_STEP = HTTPStatus.BAD_REQUEST, HTTPStatus.SERVICE_UNAVAILABLE
 
+# Given the address of a group's manager server, returns where the same rank of that group offers its state.
 Locate = Callable[[str], str]
 
 
+@dataclass(eq=False)
 class Target:
     """One heal of this rank.
-
-    Args:
-        parameters: what arrives in parts.
-        transport: receives them.
-        locate: given the address of a group's manager server, returns where the same rank of that group
-            offers its state.
-        timeout: seconds without any data after which a request fails.
 
     Attributes:
         wrote: whether the heal has changed weights.
         pace: the pauses between requests.
     """
 
-    wrote = False
+    parameters: Parameters  # what arrives in parts
+    transport: Transport
+    locate: InitVar[Locate]
+    timeout: float  # seconds without any data after which a request fails
+    logger: _ManagerLogger
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        transport: Transport,
-        locate: Locate,
-        timeout: float,
-        logger: _ManagerLogger,
-    ) -> None:
-        self.parameters = parameters
-        self._transport = transport
+    def __post_init__(self, locate: Locate) -> None:
         self._locate = weakly(locate)  # else the request thread would keep the Manager alive
-        self._timeout = timeout
-        self._logger = logger
+        self.wrote = False
         self.pace = Pace()
-        self.heal = Heal(parameters.total)
-        parameters.side_stream.mark()
-        self._layout = parameters.layout
+        self.heal = Heal(self.parameters.total)
+        self.parameters.side_stream.mark()
         self._cond = threading.Condition()  # guards all below
         self._plan: Optional[Plan] = None
         self._open = False  # whether requests may begin: from the quorum of a step to its vote
@@ -96,7 +86,7 @@ class Target:
         self._hyperparameters: Optional[Json] = None
         self._voted = False  # whether this group has voted since the latest quorum
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._measured = Measured(parameters.rest_nbytes())
+        self._measured = Measured(self.parameters.total, self.parameters.rest_nbytes())
         self._over = False
         self._thread = DeviceThread(target=self._run, name="torchft_heal_along")
 
@@ -110,12 +100,12 @@ class Target:
             self.pace.quorum(now)
             self._again_at, self._failed = 0.0, False
             if not self.heal.quorum(plan.max_step, plan.quorum_id, plan.committed_quorum_id, now, together):
-                self._logger.warn(
+                self.logger.warn(
                     f"step {plan.max_step - 1} was committed without this group: its heal starts over"
                 )
             self._open, self._takes, self._voted = True, True, False
             if before is None:
-                self._logger.info(
+                self.logger.info(
                     f"training along from step {plan.max_step} on while the state arrives in parts"
                 )
                 self._thread.start()
@@ -127,10 +117,10 @@ class Target:
         """
         with self._cond:
             assert self._plan is not None
-            total, groups = self.parameters.total, self._plan.num_up_to_date
-            limit = math.inf if self._plan.awaits_heals else self._timeout
+            groups = self._plan.num_up_to_date
+            limit = math.inf if self._plan.awaits_heals else self.timeout
             settled, overlap = self.pace.share.settled, self.pace.overlap if self._plan.in_background else 0.0
-            figures = self._measured.quorum(time.monotonic(), total, overlap, groups, limit, settled)
+            figures = self._measured.quorum(time.monotonic(), overlap, groups, limit, settled)
         if figures is None or figures.mode is HealMode.IN_PASSING:
             return None
         return (
@@ -225,15 +215,15 @@ class Target:
         plan = self._plan
         assert plan is not None and self._decision is not None
         try:
-            return self._transport.recv_decision(
+            return self.transport.recv_decision(
                 metadata=self._address(plan),
                 step=plan.max_step,
                 quorum_id=plan.quorum_id,
-                timeout=timedelta(seconds=self._timeout),
+                timeout=timedelta(seconds=min(self.timeout, _SILENT_SEC)),
                 abandon=self._decision,
             )
         except Exception as e:
-            self._logger.info(f"it is not known whether the source has committed step {plan.max_step}: {e}")
+            self.logger.info(f"it is not known whether the source has committed step {plan.max_step}: {e}")
             return None
         finally:
             self._decision = None
@@ -276,11 +266,11 @@ class Target:
 
     def _receive(self, ask: Ask, plan: Plan, request: Abandon) -> None:
         began = time.monotonic()
-        part = self._transport.recv_part(
+        part = self.transport.recv_part(
             metadata=self._address(plan),
             step=plan.max_step,
             key=ask.key,
-            timeout=timedelta(seconds=min(self._timeout, _SILENT_SEC)),
+            timeout=timedelta(seconds=min(self.timeout, _SILENT_SEC)),
             memory=partial(self._begin, ask),
             abandon=request,
         )
@@ -303,7 +293,7 @@ class Target:
 
     def _begin(self, ask: Ask, value: Any, nbytes: int) -> torch.Tensor:
         """Takes up the description of a part that begins to arrive. Returns the memory for it."""
-        if value["layout"] != self._layout:
+        if value["layout"] != self.parameters.layout:
             raise Unsupported("parameters or optimizers differ from the source's")
         self.parameters.sizes(ask.begin, ask.end, value["states"], nbytes)  # before there is memory for it
         if self._buffer.numel() < nbytes:
@@ -331,6 +321,6 @@ class Target:
         elif isinstance(error, RequestRefused) and error.status not in _OF_THIS_STEP:
             self.heal.abandon(f"the source: {error}")
         else:
-            self._logger.info(f"a request for a part of the state failed: {error}")
+            self.logger.info(f"a request for a part of the state failed: {error}")
             pause = error.retry_after if isinstance(error, Busy) else _RETRY_SEC
             self._again_at = time.monotonic() + pause

@@ -26,12 +26,8 @@ LITTLE = 25_000_000
 
 
 def why_at_once(nbytes: int, groups: Optional[int] = None) -> Optional[str]:
-    """Decides without measurements: returns why a state is transferred at once; None: the heal begins in
-    passing.
-
-    Args:
-        nbytes: bytes of the state.
-        groups: number of groups that have it; None: not known yet.
+    """Decides without measurements: returns why a state of so many bytes, which so many groups have (None:
+    not known yet), is transferred at once; None: the heal begins in passing.
     """
     if nbytes < LITTLE:
         return f"it has about {nbytes / 1e6:.1f} MB"
@@ -63,7 +59,7 @@ class Figures(NamedTuple):
     overlap_sec: float
     groups: int
     timeout_sec: float
-    rest: float = 0.0
+    rest: float
 
     def _wait(self, nbytes: float) -> float:
         """The loss by a transfer within a step."""
@@ -89,10 +85,12 @@ class Figures(NamedTuple):
 
 
 class Measured:
-    """Measures a heal in passing, in seconds of any monotonic clock. `rest`: see :class:`Figures`."""
+    """Measures a heal in passing, in seconds of any monotonic clock. `elements`: of all parameters; `rest`:
+    see :class:`Figures`.
+    """
 
-    def __init__(self, rest: int = 0) -> None:
-        self._rest = rest
+    def __init__(self, elements: int, rest: int) -> None:
+        self._all, self._rest = elements, rest
         # Time and bytes at the latest quorums.
         self._marks: deque[tuple[float, int]] = deque(maxlen=_STEPS + 1)
         self._settled = self._chosen = False
@@ -100,31 +98,17 @@ class Measured:
         self._seconds = 0.0
 
     def part(self, nbytes: int, elements: int, seconds: float) -> None:
-        """Counts a part that has arrived.
-
-        Args:
-            nbytes: its bytes, with optimizer state.
-            elements: its elements of a parameter.
-            seconds: time of the request.
-        """
+        """Counts a part that has arrived: its bytes with optimizer state, and the time of the request."""
         self._nbytes += nbytes
         self._elements += elements
         self._seconds += seconds
 
     def quorum(
-        self, now: float, elements: int, overlap_sec: float, groups: int, timeout_sec: float, settled: bool
+        self, now: float, overlap_sec: float, groups: int, timeout_sec: float, settled: bool
     ) -> Optional[Figures]:
-        """Begins a step. Returns figures after some steps, and none once they were measured at a settled
-        pace.
-
-        Before the pace has settled, the figures have the best one that is possible, so that a heal which
-        would lose less at once even then does not go on.
-
-        Args:
-            now: the time.
-            elements: number of elements of all parameters.
-            overlap_sec, groups, timeout_sec: see :class:`Figures`.
-            settled: whether the pace is adapted to what requests cost (pace.py).
+        """Begins a step. Returns figures after some steps, and none once they were measured when the pace had
+        *settled*: it is adapted to what requests cost (pace.py). Before that, the figures have the best pace
+        that is possible, so that a heal which would lose less at once even then does not go on.
         """
         if settled and not self._settled:
             self._settled = True
@@ -136,7 +120,7 @@ class Measured:
         if self._chosen or steps < needed or seconds <= 0 or not arrived or self._seconds <= 0:
             return None
         self._chosen = settled
-        nbytes, rate = self._nbytes * elements / self._elements, self._nbytes / self._seconds
+        nbytes, rate = self._nbytes * self._all / self._elements, self._nbytes / self._seconds
         left = max(0.0, nbytes - self._nbytes)
         pace = arrived / seconds if settled else rate
         return Figures(

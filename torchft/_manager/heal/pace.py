@@ -59,11 +59,8 @@ class TimeShare:
         return self._costs or self.value == 1.0
 
     def step(self, seconds: float, undisturbed: bool = True) -> None:
-        """Ends a step, and sets the share of the next one.
-
-        Args:
-            seconds: the duration of the step.
-            undisturbed: whether no earlier request took part of it; only for quiet steps.
+        """Ends a step, and sets the share of the next one. `undisturbed`: whether no earlier request took
+        part of it; only for quiet steps.
         """
         self._left -= 1
         if not self.quiet:

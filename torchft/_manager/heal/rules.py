@@ -71,9 +71,6 @@ class Ask(NamedTuple):
         return cls(*map(int, numbers))
 
 
-NOTHING = Ask(0, 0, 0, 0)
-
-
 class Heal:
     """One heal, as its target sees it.
 
@@ -110,8 +107,6 @@ class Heal:
         """Takes over a quorum in which this group is behind.
 
         Args:
-            step: the current step.
-            quorum_id: the id of this quorum.
             committed_quorum_id: the id of the quorum in which the previous step was committed.
             now: in seconds, of any monotonic clock.
             together: whether all ranks of the group have compared everything. Until then a rank that has

@@ -38,9 +38,7 @@ class SideStream:
             self._mark = DeviceEvent([self._device])
 
     def allocated(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Registers a tensor that was allocated within :meth:`running`, and that the training thread will
-        use.
-
+        """Registers a tensor that was allocated within :meth:`running` for use by the training thread.
         Otherwise the allocator would reuse its memory after a free in the order of the other stream only.
         """
         if self._device.type != "cpu":

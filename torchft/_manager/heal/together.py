@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -31,37 +31,29 @@ class Progress(Enum):
     WHOLE = "whole"  # the state is transferred at once
 
 
-class Keys(Protocol):
-    """The methods of a PyTorch store that are used here."""
+class GroupRanks(NamedTuple):
+    """The ranks of a group, as one of them sees them."""
 
-    def set(self, key: str, value: str, /) -> None: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def delete_key(self, key: str, /) -> bool: ...
+    store: Store  # which they share
+    name: str  # the replica id of this incarnation of the group
+    number: int  # of this rank
+    size: int  # the number of ranks
 
 
 class HealingRanks:
-    """The ranks of a group, as one of them sees them. A group of a single rank does not use the store.
+    """The progress of the ranks of a group. A group of a single rank does not use the store."""
 
-    Args:
-        store: the store that all ranks of the group share.
-        name: the replica id of this incarnation of the group.
-        group_rank: the rank of this process within its group.
-        group_world_size: the number of ranks in the group.
-    """
-
-    def __init__(self, store: Keys, name: str, group_rank: int, group_world_size: int) -> None:
-        self._store = store
-        self._name = name
-        self._group_rank = group_rank
-        self._group_world_size = group_world_size
+    def __init__(self, ranks: GroupRanks) -> None:
+        self._ranks = ranks
 
     def report(self, step: int, progress: Progress) -> None:
-        """Reports this rank's progress, before its vote on a step. A repeated call changes nothing."""
-        if self._group_world_size == 1 or progress is Progress.ARRIVING:
-            return
-        self._store.set(
-            self._whole(step) if progress is Progress.WHOLE else self._ready(step, self._group_rank), ""
-        )
+        """Reports that this rank is READY, or needs the WHOLE state, before its vote on a step. A repeated
+        call changes nothing.
+        """
+        ranks = self._ranks
+        if ranks.size > 1:
+            whole = progress is Progress.WHOLE
+            ranks.store.set(self._whole(step) if whole else self._ready(step, ranks.number), "")
 
     def group_progress(self, step: int) -> Progress:
         """The group's progress at the beginning of a step.
@@ -69,24 +61,25 @@ class HealingRanks:
         It depends only on the reports before the votes on the previous step. All of these have been made by
         now, so all ranks return the same value.
         """
-        if self._group_world_size == 1:
+        store, _, number, size = self._ranks
+        if size == 1:
             return Progress.READY
         # An earlier attempt at this step may have reported WHOLE for it.
-        whole = any(self._store.check([self._whole(one)]) for one in (step - 1, step))
-        ready = self._store.check([self._ready(step - 1, rank) for rank in range(self._group_world_size)])
+        whole = any(store.check([self._whole(one)]) for one in (step - 1, step))
+        ready = store.check([self._ready(step - 1, rank) for rank in range(size)])
         # No rank reads so old a report any more.
-        self._store.delete_key(self._ready(step - 3, self._group_rank))
-        if self._group_rank == 0:
-            self._store.delete_key(self._whole(step - 3))
+        store.delete_key(self._ready(step - 3, number))
+        if number == 0:
+            store.delete_key(self._whole(step - 3))
         if whole:
             return Progress.WHOLE
         return Progress.READY if ready else Progress.ARRIVING
 
     def _ready(self, step: int, rank: int) -> str:
-        return f"torchft/heal/{self._name}/{step}/ready/{rank}"
+        return f"torchft/heal/{self._ranks.name}/{step}/ready/{rank}"
 
     def _whole(self, step: int) -> str:
-        return f"torchft/heal/{self._name}/{step}/whole"
+        return f"torchft/heal/{self._ranks.name}/{step}/whole"
 
 
 class Agreement:
@@ -94,17 +87,10 @@ class Agreement:
     them.
 
     The first rank that cannot load decides that none does. A group of a single rank does not use the store.
-
-    Args:
-        store: the store that all ranks of the group share.
-        name: the replica id of this incarnation of the group.
-        members: the number of ranks in the group.
     """
 
-    def __init__(self, store: Store, name: str, members: int) -> None:
-        self._store = store
-        self._name = name
-        self._members = members
+    def __init__(self, ranks: GroupRanks) -> None:
+        self._ranks = ranks
         self._key = ""  # of the present heal; empty: none, or a single rank
         # Quorum id and step of the latest heal, and how many heals with these came before.
         self._attempt = (-1, -1, 0)
@@ -119,11 +105,11 @@ class Agreement:
         old, self._key = self._key, ""
         *last, attempt = self._attempt
         self._attempt = quorum_id, step, attempt + 1 if last == [quorum_id, step] else 0
-        if self._members > 1 and step > 0:
-            self._key = f"torchft/load/{self._name}/{quorum_id}/{step}/{self._attempt[-1]}"
+        if self._ranks.size > 1 and step > 0:
+            self._key = f"torchft/load/{self._ranks.name}/{quorum_id}/{step}/{self._attempt[-1]}"
         if old and old != self._key:
             for key in (old, self._received(old)):
-                self._store.delete_key(key)
+                self._ranks.store.delete_key(key)
 
     @property
     def needed(self) -> bool:
@@ -142,18 +128,18 @@ class Agreement:
         """
         if not self.needed:
             return True
-        if self._store.add(self._received(self._key), 1) == self._members:
+        if self._ranks.store.add(self._received(self._key), 1) == self._ranks.size:
             return self._decide(_LOAD) == _LOAD
         end = time.monotonic() + timeout.total_seconds()
         pause, longest = _PAUSE_SEC
-        while not self._store.check([self._key]) and time.monotonic() < end:
+        while not self._ranks.store.check([self._key]) and time.monotonic() < end:
             time.sleep(pause)
             pause = min(2 * pause, longest)
         return not self.refuse()
 
     def _decide(self, decision: bytes) -> bytes:
         """Returns the decision of the group: the first one that a rank has made."""
-        return self._store.compare_set(self._key, "", decision.decode())
+        return self._ranks.store.compare_set(self._key, "", decision.decode())
 
     def _received(self, key: str) -> str:
         return f"{key}/received"

@@ -101,13 +101,10 @@ class Parameters:
 
     def check(self) -> None:
         """Raises Unsupported with the reason if the parameters cannot be healed in passing."""
-        reasons = {id(one): why_whole(one) for one in self.given}
-        if self.given and all(reasons.values()):
-            raise Unsupported(str(reasons[id(self.given[0])]))
+        if self.given and not self.optimizers:
+            raise Unsupported(str(why_whole(self.given[0])))
         if not self.all:
             raise Unsupported("no OptimizerWrapper of this Manager shows which tensors are parameters")
-        if any((reasons[id(one)] is None) != (one in self.optimizers) for one in self.given):
-            raise Unsupported("hooks of an optimizer were changed")
         seen: set[int] = set()
         for number, parameter in enumerate(self.all):
             local = local_part(parameter)
@@ -286,15 +283,9 @@ class Parameters:
 
     @torch.no_grad()
     def write(self, begin: int, end: int, states: Json, memory: torch.Tensor) -> None:
-        """Puts a part in place. A forward pass may run at the same time: its results are not used.
-
-        Args:
-            begin, end: the elements, numbered through all parameters.
-            states: the description of the part.
-            memory: its bytes.
-
-        Raises:
-            ValueError: the description is malformed, or of a part of another size. Nothing was written.
+        """Puts a part in place, from what :meth:`read` returned. A forward pass may run at the same time: its
+        results are not used. ValueError: the description is malformed, or of a part of another size; nothing
+        was written.
         """
         parts = iter(memory.split(self.sizes(begin, end, states, memory.numel())))
         for (number, first, last), state in zip(self._ranges(begin, end), states):

@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Callable, Iterator, Optional
 
 from torchft.process_group._attempt import ConnectionAttempt, running
@@ -31,6 +31,7 @@ from torchft.process_group.reconfigure import Handle, create_store_client
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from torchft._manager.heal.together import GroupRanks
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.quorum.plan import Plan
     from torchft._manager.rank import RankState
@@ -48,14 +49,8 @@ _READY = 1 << 32
 
 
 class SharedCounter:
-    """A counter of progress in a store, as one of those that share it sees it.
-
-    Args:
-        store: the store.
-        key: the key of the counter.
-        members: the number of those that share it.
-        old: the key of an earlier step, which is deleted: all have asked for a later quorum since; empty:
-            none.
+    """A counter of progress in a store, as one of its `members` sees it. `old`: the key of an earlier step,
+    which is deleted: all have asked for a later quorum since; empty: none.
     """
 
     def __init__(self, store: Store, key: str, members: int, old: str = "") -> None:
@@ -68,11 +63,8 @@ class SharedCounter:
         self._ready = False
 
     def count(self, moved: bool, ready: bool) -> bool:
-        """Adds this one's news, and reads the counter. Returns whether it has moved.
-
-        Args:
-            moved: whether this one has made progress since the last call.
-            ready: whether this one is ready; in every call from then on.
+        """Adds that this one has made progress since the last call, and that it is ready. Returns whether the
+        counter has moved.
         """
         add = int(moved) + (_READY if ready and not self._ready else 0)
         self._ready = self._ready or ready
@@ -85,27 +77,18 @@ class SharedCounter:
         return self._value >= self._members * _READY
 
 
+@dataclass(eq=False)
 class _Wait:
-    """The wait of one rank in one step. A thread counts, because a store may not answer.
+    """The wait of one rank in one step. A thread counts, because a store may not answer."""
 
-    Args:
-        address: of the store of the column, which is this rank and its counterparts.
-        clients: clients of stores by address, which no wait uses now.
-        column: makes the counter of the column.
-        group: makes the counter of the group; None: it has one rank.
-    """
+    address: str  # of the store of the column, which is this rank and its counterparts in the other groups
+    clients: dict[str, Store]  # clients of stores by address, which no wait uses now
+    groups: int  # their number
+    ranks: GroupRanks
+    key: str  # of the counters of this step
+    old: str  # of the latest ones before
 
-    def __init__(
-        self,
-        address: str,
-        clients: dict[str, Store],
-        column: Callable[[Store], SharedCounter],
-        group: Optional[Callable[[], SharedCounter]],
-    ) -> None:
-        self._address = address
-        self._clients = clients
-        self._column = column
-        self._group = group
+    def __post_init__(self) -> None:
         self.received = 0  # bytes of this rank's heal
         self.ready = False  # whether this rank has no heal, or has ended it
         self.moved_at = time.monotonic()
@@ -113,16 +96,13 @@ class _Wait:
         self.attempt.start()
 
     def _count(self) -> None:
-        client = self._clients.pop(self._address, None) or create_store_client(
-            self._address, _CONNECT_TIMEOUT
-        )
-        self._count_with(client)
-        self._clients[self._address] = client  # not after an error
-
-    def _count_with(self, client: Store) -> None:
-        attempt, told = running(), 0
-        column = self._column(client)
-        group = None if self._group is None else self._group()
+        attempt, told, ranks = running(), 0, self.ranks
+        client = self.clients.pop(self.address, None) or create_store_client(self.address, _CONNECT_TIMEOUT)
+        column, group = SharedCounter(client, self.key, self.groups, self.old), None
+        if ranks.size > 1:
+            own = f"torchft/{ranks.name}/"
+            old = own + self.old if self.old else ""
+            group = SharedCounter(ranks.store, own + self.key, ranks.size, old)
         shortest, longest = _PAUSE_SEC
         while attempt is not None and attempt.abandoned is None:
             received, ready = self.received, self.ready  # read once: other threads set them
@@ -130,44 +110,27 @@ class _Wait:
             if group is not None:
                 moved = group.count(moved, column.all_ready) or moved
             if (group or column).all_ready:
-                return
+                break
             if moved:
                 self.moved_at = time.monotonic()
             time.sleep(min(longest, shortest + _PAUSE_PART * (time.monotonic() - self.moved_at)))
+        self.clients[self.address] = client  # not after an error
 
 
+@dataclass(eq=False)
 class HealWait:
     """The waits of one rank for groups that heal.
-
-    Args:
-        check_peers: raises an error if a peer is known to have failed.
-        rank_state: has the timeout without progress.
-        store: the store that all ranks of the group share.
-        name: the replica id of this incarnation of the group.
-        group_rank: this rank.
-        group_world_size: the number of ranks in the group.
 
     Attributes:
         waiting: the wait of the step in progress; None: no group heals in it, or all have healed.
     """
 
-    def __init__(
-        self,
-        check_peers: Callable[[], None],
-        rank_state: RankState,
-        store: Store,
-        name: str,
-        group_rank: int,
-        group_world_size: int,
-        logger: _ManagerLogger,
-    ) -> None:
-        self._check_peers = check_peers
-        self._rank_state = rank_state
-        self._store = store
-        self._name = name
-        self._group_rank = group_rank
-        self._group_world_size = group_world_size
-        self._logger = logger
+    check_peers: Callable[[], None]  # raises an error if a peer is known to have failed
+    rank_state: RankState  # has the timeout without progress
+    ranks: GroupRanks
+    logger: _ManagerLogger
+
+    def __post_init__(self) -> None:
         self._key = ""  # of the latest counters
         self._clients: dict[str, Store] = {}
         self.waiting: Optional[_Wait] = None
@@ -188,22 +151,17 @@ class HealWait:
             yield
             return
         old, self._key = self._key, f"heals/{plan.quorum_id}/{plan.max_step}"
-        column, group = partial(SharedCounter, key=self._key, members=plan.replica_world_size, old=old), None
-        if self._group_world_size > 1:
-            own = f"torchft/{self._name}/"
-            members, old = self._group_world_size, own + old if old else ""
-            group = partial(SharedCounter, self._store, own + self._key, members, old)
-        self.waiting = now = _Wait(store, self._clients, column, group)
+        self.waiting = now = _Wait(store, self._clients, plan.replica_world_size, self.ranks, self._key, old)
         try:
             yield
         finally:
             now.ready = True
 
     def _counters(self, plan: Plan) -> str:
-        """The address of the store for the counters of this rank and its counterparts in the other groups."""
+        """The address of the store of the column."""
         if not plan.handles[0].startswith("{"):  # native
             # Several ranks may share this store.
-            return f"{plan.store_address}/torchft/heals/{self._group_rank}"
+            return f"{plan.store_address}/torchft/heals/{self.ranks.number}"
         return Handle.decode(plan.handles[0]).store
 
     def received(self, nbytes: int) -> None:
@@ -222,18 +180,18 @@ class HealWait:
         now = self.waiting
         if now is None:
             return
-        begun, timeout = time.monotonic(), self._rank_state.timeout.total_seconds()
+        begun, timeout = time.monotonic(), self.rank_state.timeout.total_seconds()
         try:
-            with self._rank_state.doing("waits for a group that heals"):
+            with self.rank_state.doing("waits for a group that heals"):
                 while not now.attempt.wait(_LOOK_SEC):
-                    self._check_peers()
+                    self.check_peers()
                     if time.monotonic() - max(begun, now.moved_at) > timeout:
                         raise TimeoutError(
                             "timed out: a group of this quorum heals, and has received nothing for "
                             f"{timeout:g} s"
                         )
             if now.attempt.error is not None:
-                self._logger.warn(f"it is not known whether all groups have healed: {now.attempt.error}")
+                self.logger.warn(f"it is not known whether all groups have healed: {now.attempt.error}")
         finally:
             self._end(now)
 

@@ -51,7 +51,7 @@ _MAX_HEADER = 8 << 30  # bytes; a larger header is refused as malformed
 _MAGIC = 0x746F726368667433  # "torchft3"
 _REFUSED = 0x746F726368667421  # "torchft!": followed by a text that says why there is no state
 _MAX_REASON = 10_000  # bytes
-_LEAD, _STEP = struct.Struct("<qq"), struct.Struct("<q")
+_LEAD = struct.Struct("<qqq")  # magic, step, and the length of what follows
 _EARLY = 0.01  # seconds
 _AHEAD = 4  # pieces that are queued on a device behind the one that it moves
 _TAG = 1  # messages between two ranks arrive in order, so one tag suffices
@@ -122,11 +122,11 @@ class PGTransport(CheckpointTransport[T]):
         try:
             checkpoint = Checkpoint(state_dict)
         except Unsendable as error:
-            self._refuse(channel, str(error))
+            self._refuse(channel, step, str(error))
             raise
         storages = checkpoint.encoded.storages
         with self._released(channel, receiving=False):
-            self._send_text(channel, _MAGIC, _STEP.pack(step) + checkpoint.structure_frame())
+            self._send_header(channel, _MAGIC, step, checkpoint.structure_frame())
             channel.announced([storage.nbytes() for storage in storages])
             for storage in storages:
                 channel.send(storage_bytes(storage))
@@ -136,16 +136,16 @@ class PGTransport(CheckpointTransport[T]):
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str, timeout: timedelta) -> None:
         if dst_ranks:
             what = f"checkpoint of step {step} to {dst_ranks}"
-            self._refuse(self._channel(dst_ranks, what, step, timeout), reason)
+            self._refuse(self._channel(dst_ranks, what, step, timeout), step, reason)
 
-    def _refuse(self, channel: _Channel, reason: str) -> None:
+    def _refuse(self, channel: _Channel, step: int, reason: str) -> None:
         with self._released(channel, receiving=False):
-            self._send_text(channel, _REFUSED, reason.encode()[:_MAX_REASON])
+            self._send_header(channel, _REFUSED, step, reason.encode()[:_MAX_REASON])
             channel.wait()
         self._sent = channel
 
-    def _send_text(self, channel: _Channel, magic: int, body: bytes) -> None:
-        for data in (_LEAD.pack(magic, len(body)), body):
+    def _send_header(self, channel: _Channel, magic: int, step: int, body: bytes) -> None:
+        for data in (_LEAD.pack(magic, step, len(body)), body):
             channel.send(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def _channel(
@@ -218,24 +218,18 @@ class PGTransport(CheckpointTransport[T]):
 
     def _recv_header(self, channel: _Channel) -> Tuple[int, Structure]:
         what = channel.what
-        magic, length = _LEAD.unpack(channel.recv_bytes(_LEAD.size))
+        magic, step, length = _LEAD.unpack(channel.recv_bytes(_LEAD.size))
         if magic not in (_MAGIC, _REFUSED) or not 0 < length <= _MAX_HEADER:
             raise CheckpointError(
                 f"{what}: no header but {[magic, length]}; do both groups use this version of torchft?"
             )
-        raw = io.BytesIO(channel.recv_bytes(length))
+        body = channel.recv_bytes(length)
         if magic == _REFUSED:
             channel.announced([])
             raise CheckpointError(
-                f"{what}: the source cannot send its state: {raw.read().decode(errors='replace')}"
+                f"{what}: the source cannot send its state: {body.decode(errors='replace')}"
             )
-        step = raw.read(_STEP.size)
-        if len(step) < _STEP.size:
-            raise CheckpointError(f"{what}: its header is cut short")
-        structure = parse_structure(read_frame(raw, what), what)
-        if raw.tell() != length:
-            raise CheckpointError(f"{what}: its header has {length} bytes, and ends at {raw.tell()}")
-        return _STEP.unpack(step)[0], structure
+        return step, parse_structure(read_frame(io.BytesIO(body), what), what)
 
 
 @dataclass

@@ -144,7 +144,7 @@ def test_a_malicious_header_runs_no_code(groups: list[Any], tmp_path: Any) -> No
 
 def test_a_peer_with_another_protocol(groups: list[Any]) -> None:
     def speak() -> None:
-        groups[0].send([torch.tensor([5, 6])], 1, 1).wait()
+        groups[0].send([torch.tensor([5, 4, 6])], 1, 1).wait()
 
     _, got = run(speak, lambda: PGTransport(groups[1], TIMEOUT, CPU).recv_checkpoint(0, "", 4))
     assert isinstance(got, CheckpointError) and "no header but [5, 6]" in str(got)

@@ -8,7 +8,6 @@ from contextlib import suppress
 from functools import lru_cache
 from glob import glob
 from pathlib import Path
-from sys import maxsize
 from typing import Optional
 
 import torch
@@ -62,8 +61,6 @@ class HostMemory:
         """
         if prepared := self._prepared.get(nbytes):
             return prepared.pop()
-        if nbytes > maxsize:
-            raise MemoryError(f"{nbytes} bytes")
         if nbytes < _OWN:
             return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         if self._area is None or self._used + nbytes > len(self._area):

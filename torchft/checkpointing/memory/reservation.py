@@ -145,10 +145,7 @@ def _host_available(proc: Path) -> Optional[int]:
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError, IndexError):
         pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
+    return None
 
 
 def _cgroup_available(folder: Path, limit_file: str, usage_file: str) -> Optional[int]:

@@ -327,8 +327,8 @@ def test_a_thousand_groups_and_a_narrow_screen(browser: Any, lighthouse: Lightho
               quorum_id: 1, groups: 1000, healthy: 1000, waiting: 0, min_replicas: 1, reason: "",
             };
             const rows = Array.from({ length: 1000 }, (_, i) => ({
-              id: `train_${String(i).padStart(4, "0")}:5f9c3f0e-9a51-4f0b-8a57-2a4f6d1c7e11`,
-              state: i == 999 ? "failed" : "training", since: 0, step: 123456789, ranks: 8,
+              replica_id: `train_${String(i).padStart(4, "0")}:5f9c3f0e-9a51-4f0b-8a57-2a4f6d1c7e11`,
+              state: i == 999 ? "failed" : "training", since: 0, step: 123456789, world_size: 8,
               address: "http://host-with-a-long-name.example.com:29600",
             }));
             takeChange({ head: { ...head, step: 7 }, rows });
@@ -556,13 +556,13 @@ def test_a_page_that_is_open_for_a_day_keeps_only_data_that_it_shows(
     wait(lambda: page.text("link") == "live", "the page is live")
     kept = browser.execute_script("""
         const head = { quorum_id: 1, groups: 2, healthy: 2, waiting: 0, min_replicas: 1, reason: "" };
-        const row = { state: "training", since: 0, step: 0, ranks: 1, address: "http://localhost:1" };
+        const row = { state: "training", since: 0, step: 0, world_size: 1, address: "http://localhost:1" };
         for (let second = 0; second < 86400; second++) {
           // Each minute a group comes back under a new name.
           const minute = Math.floor(second / 60);
           const removed = second % 60 ? undefined : [`group:${minute - 1}`];
           const point = { at: 1000 * second, step: second, groups: 2, trained: second };
-          const rows = [{ ...row, id: `group:${minute}` }];
+          const rows = [{ ...row, replica_id: `group:${minute}` }];
           takeChange({ head: { ...head, step: second }, rows, removed, point });
           const failed = { id: 1e6 + minute, kind: "failed", time: "2026-01-02T03:04:05Z", left: ["a"] };
           if (!(second % 60)) keepEvent(failed);

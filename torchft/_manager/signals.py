@@ -106,20 +106,9 @@ class Signals:
         self._default = default
         self._previous: dict[int, Any] = {}  # the previous handler of each signal
         self._logged = False
-        self._over = False  # closed by a thread that could not restore the handlers: only the main one can
 
-    def install(
-        self,
-        numbers: tuple[int, ...],
-        end: Callable[[int], Any] = os._exit,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def install(self, numbers: tuple[int, ...]) -> None:
         """Installs the handler of these signals.
-
-        Args:
-            numbers: the signals.
-            end: ends the process with an exit status.
-            clock: in seconds.
 
         Raises:
             ValueError: there is no signal, one cannot be handled, or TORCHFT_GRACE_S is malformed.
@@ -140,7 +129,7 @@ class Signals:
         if self not in _installed:
             _installed.append(self)
         if _watch is None:
-            _watch = _Watch(DrainDeadline(grace.total_seconds()), end, clock)
+            _watch = _Watch(DrainDeadline(grace.total_seconds()))
         for number in numbers:
             if number not in self._previous:
                 self._previous[number] = signal.getsignal(number)
@@ -172,12 +161,10 @@ class Signals:
         if self not in _installed or self.wanted or leaving():
             return
         _installed.remove(self)
-        if _on_main_thread():
+        if _on_main_thread():  # else the handler restores them, at the next signal
             self._restore()
             if not _installed:
                 _end_watch()
-        else:
-            self._over = True
 
     def _restore(self) -> None:
         for number, previous in list(self._previous.items()):
@@ -187,7 +174,7 @@ class Signals:
                 del self._previous[number]
 
     def _handle(self, number: int, frame: Optional[FrameType]) -> None:
-        if self._over:
+        if self not in _installed and signal.getsignal(number) == self._handle:
             self._restore()
             signal.raise_signal(number)
             return
@@ -269,20 +256,10 @@ def _checked(number: int) -> int:
 
 
 class _Watch:
-    """The thread that enforces the grace period.
+    """The thread that enforces the grace period. `deadline`: used by this thread only."""
 
-    Args:
-        deadline: used by this thread only.
-        end: ends the process.
-        clock: in seconds.
-    """
-
-    def __init__(
-        self, deadline: DrainDeadline, end: Callable[[int], Any], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, deadline: DrainDeadline) -> None:
         self._deadline = deadline
-        self._end = end
-        self._clock = clock
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         # Signals are forwarded to the previous wakeup file descriptor, for example asyncio's.
@@ -319,7 +296,7 @@ class _Watch:
         poll = select.poll()  # not select.select, which rejects file descriptors above 1023
         poll.register(self._read, select.POLLIN)
         while True:
-            left = self._deadline.left(self._clock())
+            left = self._deadline.left(time.monotonic())
             readable = poll.poll(None if left is None else math.ceil(1000 * left))
             received = os.read(self._read, 4096) if readable else b""
             if 0 in received:
@@ -330,11 +307,11 @@ class _Watch:
             for number in received:
                 if number in installed():
                     last = number
-                    self._deadline.asked(self._clock())
+                    self._deadline.asked(time.monotonic())
                     for signals in [] if replaced(number) else _installed:
                         if number in signals._previous:
                             signals.report()
-            why = self._deadline.over(self._clock())
+            why = self._deadline.over(time.monotonic())
             if why and replaced(last):
                 self._deadline.forget()
             elif why:
@@ -348,4 +325,4 @@ class _Watch:
         os.write(2, f"torchft: {name}: {why}: the process ends now, with status {status}\n".encode())
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(2)  # shows where the process hangs
-        self._end(status)
+        os._exit(status)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, Callable, Optional
 
 import pytest
@@ -189,10 +189,22 @@ def wait_until_received() -> None:
     wait_until(lambda: watch._deadline.left(0.0) is not None)
 
 
-def test_a_second_signal_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
-    times, ended = [0.0], queue.SimpleQueue[int]()
+class Process:
+    """What ends this process, and its clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.times, self.ended = [0.0], queue.SimpleQueue[int]()
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.times[-1]))
+        monkeypatch.setattr(module.os, "_exit", self.ended.put)
+
+
+def test_a_second_signal_ends_the_process(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = Process(monkeypatch)
+    times, ended = process.times, process.ended
     handlers = Signals()
-    handlers.install((USR1,), ended.put, lambda: times[-1])
+    handlers.install((USR1,))
     signal.raise_signal(USR1)
     wait_until_received()
     times.append(SAME_REQUEST_SEC)
@@ -201,13 +213,14 @@ def test_a_second_signal_ends_the_process(capfd: pytest.CaptureFixture[str]) -> 
     assert "SIGUSR1: a second signal arrived: the process ends now, with status 138" in capfd.readouterr().err
 
 
-def test_a_handler_that_the_script_installs_later_decides() -> None:
+def test_a_handler_that_the_script_installs_later_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """The script may need longer than the grace period, or ignore the signal. torchft must not end its
     process then.
     """
-    times, ended = [0.0], queue.SimpleQueue[int]()
+    process = Process(monkeypatch)
+    times, ended = process.times, process.ended
     handlers = Signals()
-    handlers.install((USR1, USR2), ended.put, lambda: times[-1])
+    handlers.install((USR1, USR2))
     signal.signal(USR1, lambda number, frame: None)
 
     def twice(number: int) -> None:

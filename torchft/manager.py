@@ -4,58 +4,40 @@ A step of a rank is ``start_quorum``, a forward and a backward pass with ``allre
 Errors of other groups are not raised in the training loop: the Manager keeps them, and does not commit the
 step.
 
-The file is long because it is one object: all methods for training loops, and the order of a step. Each part
-is a separate object in ``_manager/``, whose ``__init__`` lists them; the state from step to step is in its
-base ``Stateful``, the questions about the current step are in its base ``Stepping``.
+The file is long because it is one object: the methods for training loops, and the order of a step. Each part
+is a separate object in ``_manager/``, whose ``__init__`` lists them. The base classes are there as well:
+``Stepping`` begins steps, follows their quorums and answers questions about them; ``ManagerParts`` puts the
+parts together; ``Stateful`` has the state from step to step.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
-import threading
-import time
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
-from itertools import count
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, TypeVar, Union
+from typing import Any, Callable, Dict, Iterable, Optional, Sequence, TypeVar, Union
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from torchft._agreement import AUDITS, COMPARES, CONNECTIONS, IN_PASSING, KEEPS, RESTORES, SNAPSHOTS
 from torchft._forked import Maker
 from torchft._handoff import hand_off, prepare
-from torchft._manager.checks.audits import Audits
-from torchft._manager.checks.calls import Calls
-from torchft._manager.checks.device import claim_device
-from torchft._manager.checks.layout import Layout
-from torchft._manager.checks.loader import Data, Loader
-from torchft._manager.checks.replicas import Replicas
-from torchft._manager.connection import Connection
+from torchft._manager.checks.loader import Loader
 from torchft._manager.edge import GroupServer, Transport, as_peers, as_server, device_of
-from torchft._manager.extras import OwnExtras
-from torchft._manager.heal import hyperparameters, tracked
-from torchft._manager.heal.in_passing import InPassing, StillHealing, why_never
-from torchft._manager.heal.recovery import Recovery
-from torchft._manager.heal.sources import Sources
-from torchft._manager.heal.state import Stateful
-from torchft._manager.heal.together import Agreement, GroupRanks, HealingRanks
+from torchft._manager.heal.in_passing import InPassing, StillHealing
 from torchft._manager.heal.wait import HealWait
-from torchft._manager.lifetime import Life, began, earlier, ended
+from torchft._manager.lifetime import began, earlier, ended, life_of
 from torchft._manager.observe.log import _ManagerLogger
-from torchft._manager.observe.own_time import OwnTime
-from torchft._manager.observe.phases import Incidents
-from torchft._manager.observe.ranges import ranged
-from torchft._manager.observe.trace import step_trace
-from torchft._manager.poison import Poison
+from torchft._manager.observe.own_time import ranged
 from torchft._manager.quorum.group import join_group
 from torchft._manager.quorum.plan import Plan, Planner, WorldSizeMode
-from torchft._manager.quorum.rounds import JobFinished, LateRound, Rounds, StandingRound
-from torchft._manager.rank import Position, kept_in
+from torchft._manager.quorum.rounds import JobFinished, Rounds
+from torchft._manager.rank import Position
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
     MANAGER_ADDR_KEY,
@@ -73,23 +55,18 @@ from torchft._manager.settings import (
     resolve,
 )
 from torchft._manager.signals import Signals, leave_on_from_env
-from torchft._manager.snapshots.copies import Snapshots, State
-from torchft._manager.step.again import Again
-from torchft._manager.step.background import Background
-from torchft._manager.step.collectives import Backlog, Collectives, check_reducible
-from torchft._manager.step.errors import Errors, ExceptionWithTraceback
-from torchft._manager.step.failures import FailureCallback, Failures, PeerFailed
-from torchft._manager.step.replayer import Replayer
-from torchft._manager.step.step import Step, StepRequest, StepState
-from torchft._manager.step.uncommitted import NO_VOTE, Uncommitted
+from torchft._manager.snapshots.copies import Snapshots
+from torchft._manager.step.collectives import check_reducible
+from torchft._manager.step.errors import ExceptionWithTraceback
+from torchft._manager.step.failures import FailureCallback, PeerFailed
+from torchft._manager.step.replay import MOST_REPLAYS
+from torchft._manager.step.step import Step, StepRequest
 from torchft._manager.step.work import _ManagedFuture, _ManagedWork, _SimpleFuture
-from torchft._manager.stepping import Stepping
-from torchft._torchft import ManagerClient, ManagerServer, QuorumRequest, QuorumResult
+from torchft._manager.stepping import OwnExtras, Stepping
+from torchft._torchft import ManagerClient, ManagerServer
 from torchft.addresses import use_lighthouse
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
-from torchft.checkpointing.client.progress import watched_by
 from torchft.futures import future_timeout
-from torchft.process_group.reconfigure import options_of
 from torchft.work import AnyReduceOp, _DummyWork
 
 __all__ = [
@@ -122,7 +99,12 @@ CommitHook = Callable[[int, bool, int], None]
 IS_TRITON_AVAILABLE = find_spec("triton") is not None
 
 
-class Manager(Stateful, Stepping):
+def _connect(address: str, timeout: timedelta) -> ManagerClient:
+    """Opens a client to a manager server. The class is looked up here at each call: tests replace it."""
+    return ManagerClient(address, connect_timeout=timeout)
+
+
+class Manager(Stepping):
     """Takes one rank through its steps: quorum, healing, collectives, commit.
 
     Args:
@@ -240,32 +222,10 @@ class Manager(Stateful, Stepping):
         prepare()
         self._maker = Maker("Manager")
         self._peers = as_peers(pg)  # raises for a bad process group before the environment is read
-        settings = resolve(
-            rank=rank,
-            world_size=world_size,
-            store_addr=store_addr,
-            store_port=store_port,
-            lighthouse_addr=lighthouse_addr,
-            port=port,
-            timeout=timeout,
-            quorum_timeout=quorum_timeout,
-            connect_timeout=connect_timeout,
-            heartbeat_interval=heartbeat_interval,
-            quorum_retries=quorum_retries,
-            enable_error_bus=enable_error_bus,
-            replay_failed_step=replay_failed_step,
-            reproducible_reduction=reproducible_reduction,
-            compare_commits=compare_commits,
-            on_divergence=on_divergence,
-            heal=heal,
-            heal_along=heal_along,
-            snapshots=snapshots,
-            snapshot_copies=snapshot_copies,
-            audit=audit,
-        )
+        settings = resolve(locals())
         check_limits(min_replica_size, max_retries)
         default_signals = leave_on_from_env()
-        life = Life.begin(replica_id, settings)
+        life = life_of(replica_id, settings)
         for other in earlier(life):
             other._make_way(checkpoint_transport)
         self._settings = settings
@@ -284,11 +244,11 @@ class Manager(Stateful, Stepping):
         # A placeholder until the group's server is known.
         self._server = GroupServer(None, settings.group_rank)
         self._manager: Optional[ManagerServer] = None
-        self._rounds: Optional[Rounds] = None
         self._signals = Signals(default_signals)
         try:
             self._join_group(replica_id, hostname)
-            self._make_parts(Planner(use_async_quorum, world_size_mode, min_replica_size))
+            self._make_parts(Planner(use_async_quorum, world_size_mode, min_replica_size), _connect)
+            self._extras = OwnExtras(self)
             if self._server.native:
                 began(self, life)
         except BaseException:
@@ -300,181 +260,11 @@ class Manager(Stateful, Stepping):
         settings = self._settings
         group = join_group(settings, replica_id, hostname, ManagerServer)
         self._store, self._replica_id, self._manager = group.store, group.replica_id, group.server
-        client = ManagerClient(group.manager_address, connect_timeout=settings.connect_timeout)
+        client = _connect(group.manager_address, settings.connect_timeout)
         self._server = as_server(client, settings.group_rank)
-        self._rounds = self._server.rounds()
+        self._rounds = Rounds(self._server.ask)
         self._signals.report = self._server.request_drain
         self._peers.set_rank_info(self._replica_id, settings.group_rank, settings.group_world_size)
-
-    def _make_parts(self, planner: Planner) -> None:
-        """Makes the parts that a step needs, the logger first. The group is known by now."""
-        settings = self._settings
-        self._commit_failures = 0
-        self._uncommitted = Uncommitted()
-        self._shared_decision = False  # the latest decision for an OptimizerWrapper
-        self._optimizer_that_votes: Optional[torch.optim.Optimizer] = None  # the one that votes
-        self._commit_hooks: List[CommitHook] = []
-        self._has_left = False
-        # The latest result that this rank has followed, if the same result needs nothing more.
-        self._quiet: Optional[QuorumResult] = None
-        self._sent: Optional[QuorumRequest] = (
-            None  # the latest request; None: the next one may differ from it
-        )
-        self._sent_layout: object = None  # what it announces
-        self._logger = _ManagerLogger(
-            self._rank_state, self._replica_id, self._group_rank, self._server.report
-        )
-        self._planner = planner
-        self._background = Background()
-        self._incidents = Incidents(self._rank_state, over=self._logger.failure_event)
-        self._errors = Errors(self._replica_id, self._incidents, self._server, self._logger)
-        self._backlog = Backlog(self._peers.at_once, self._logger)
-        self._replayer = Replayer(settings.replay_failed_step, self._errors, self._logger)
-        self._again = Again(False, self._logger)  # until there is a loader
-        chosen = not settings.compares_by_default
-        self._replicas = Replicas(
-            settings.compare_commits if chosen or self._peers.ours else 0,
-            settings.on_divergence,
-            rank_state=self._rank_state,
-            errors=self._errors,
-            logger=self._logger,
-        )
-        optimizers = self._replicas.state.optimizers
-        self._audits = Audits(settings.audit, self._group_rank, optimizers, self._logger)
-        self._user_state.optimizers = optimizers
-        self._layout = Layout(self._peers.announce_layout)
-        self._data = Data(self._layout, planner, settings, self._init_sync)
-        first = self._make_step(StepRequest(True, False, self._quorum_timeout), state=StepState.UNASKED)
-        self._current = self._errors.step = first
-        reports = self._logger.worked if self._logger.reports else None
-        device = device_of(self._pg) if self._peers.on_device else None
-        self._own_time = OwnTime(reports, device)
-        self._failures = Failures(
-            settings.enable_error_bus,
-            rank_state=self._rank_state,
-            peers=self._peers,
-            errors=self._errors,
-            background=self._background,
-            logger=self._logger,
-        )
-        self._calls = Calls(self._failures.check, self._rank_state, self._logger)
-        ranks = GroupRanks(self._store, self._replica_id, self._group_rank, settings.group_world_size)
-        self._heal_wait = HealWait(self._failures.check, self._rank_state, ranks, self._logger)
-        sources = Sources(
-            lambda address, timeout: ManagerClient(address, connect_timeout=timeout),
-            settings.connect_timeout,
-            self._failures.check,
-            self._rank_state,
-            self._group_rank,
-        )
-        self._in_passing = InPassing(
-            self._transport,
-            optimizers,
-            sources.locate,
-            partial(why_never, self._transport, self._data),
-            HealingRanks(ranks),
-            settings.timeout.total_seconds(),
-            self._logger,
-            self._min_replica_size,
-        )
-        self._in_passing.heal_by(settings.heal or HealMode.AT_ONCE)
-        self._connection = Connection(
-            self._peers,
-            self._replica_id,
-            settings,
-            self._layout,
-            in_passing=self._in_passing,
-            failures=self._failures,
-            errors=self._errors,
-            logger=self._logger,
-        )
-        self._recovery = Recovery(
-            transport=self._transport,
-            user_state=self._user_state,
-            optimizers=optimizers,
-            in_passing=self._in_passing,
-            sources=sources,
-            most_sources=settings.heal_sources,
-            planner=planner,
-            wait=self._heal_wait,
-            # another server's clients are mostly stand-ins for all ranks
-            agreement=Agreement(ranks if self._server.native else ranks._replace(size=1)),
-            background=self._background,
-            rank_state=self._rank_state,
-            data=self._data,
-            errors=self._errors,
-            logger=self._logger,
-        )
-        self._snapshots = Snapshots(
-            settings,
-            self._store,
-            self._replica_id,
-            State(self._manager_state_dict, self._load_manager_state_dict),
-            partial(tracked.addresses, optimizers),
-            self._data.why_no_copies,
-            partial(setattr, self, "_sent", None),
-            self._logger,
-        )
-        self._failures.subscribe(self._recovery.peer_failed)
-        self._failures.subscribe(self._connection.peer_failed)
-        self._extras = OwnExtras(
-            self._rank_state,
-            self._peers,
-            self._connection,
-            self._logger,
-            self._errors,
-            self._data,
-            self._replayer,
-            self._replicas.state,
-            self._layout,
-            self._begin_for,
-            self._end_for,
-        )
-        self._trace = step_trace(self._replica_id, self._group_rank)
-        self._poison = poison = Poison(self._rank_state, self._errors, self._logger)
-        failures = self._failures
-        self._server.listen(
-            {
-                "failed": failures.member_failed,
-                "stalled": failures.stalled,
-                "regressed": failures.regressed,
-                "progress": failures.progress,
-                "judged": poison.judged,
-                "stopped": poison.stop,
-            }
-        )
-
-    def _make_step(
-        self,
-        request: StepRequest,
-        plan: Optional[Plan] = None,
-        state: StepState = StepState.ASKED,
-        attempted: Optional[Step] = None,
-    ) -> Step:
-        collectives = Collectives(
-            self._peers.abort,
-            self._errors.of_collective,
-            self._backlog,
-            self._rank_state,
-            logger=self._logger,
-        )
-        return Step(request, collectives, self._replayer.copies, plan, state, attempted)
-
-    # Attributes that other projects read and set by name
-
-    _pending_state_dict: Optional[Dict[str, Any]] = kept_in("_recovery.pending")
-    _client: ManagerClient = kept_in("_server.client")
-    _checkpoint_transport: CheckpointTransport[Dict[str, Any]] = kept_in("_transport.transport")
-    _use_async_quorum: bool = kept_in("_planner.use_async_quorum")
-
-    @property
-    def _pg(self) -> dist.ProcessGroup:
-        return self._peers.pg
-
-    @_pg.setter
-    def _pg(self, pg: dist.ProcessGroup) -> None:
-        self._peers.pg, self._sent = pg, None
-        self._peers.set_rank_info(self._replica_id, self._group_rank, self._settings.group_world_size)
 
     # Quorum
 
@@ -507,8 +297,8 @@ class Manager(Stateful, Stepping):
             self._data.check_step()
         timeout = self._quorum_timeout if timeout is None else given("timeout", timeout, self._quorum_timeout)
         request = StepRequest(allow_heal, shrink_only, timeout)
-        if self._replayer.ahead is not None:
-            if self._replayer.begins_at(self._position) and request.is_like(self._current.request):
+        if self._replay.ahead is not None:
+            if self._replay.begins_at(self._position) and request.is_like(self._current.request):
                 self._current.forget_inputs()
                 return
             # This group leaves a quorum in which the other groups count on it.
@@ -519,38 +309,6 @@ class Manager(Stateful, Stepping):
         if at_once:
             self._settle()
 
-    def _begin_for(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begins a step for an optimizer, unless it shares the one that another optimizer has begun.
-
-        With groups of upstream, which request a quorum for each optimizer, all groups do so.
-        """
-        step, begun = self._current, self._round
-        shares = step.undecided and step.sharing.begins(optimizer)
-        if shares and begun is not None:
-            with suppress(Exception):  # `wait_quorum` raises it
-                shares = self._planner.plan(begun.answer(), step.request.allow_heal).without_upstream
-        if not shares:
-            self.start_quorum()
-        self._current.sharing.begun.append(optimizer)
-
-    def _end_for(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Ends the step for an optimizer, unless it shares another one's decision. Whether it steps."""
-        step = self._current
-        # An error since the vote changes no decision.
-        if step.sharing.ended and step.sharing.ends(optimizer):
-            if self._in_passing.joining:
-                self._in_passing.steps_too(optimizer)
-            return self._shared_decision
-        self._optimizer_that_votes = optimizer
-        try:
-            self._shared_decision = self.should_commit()
-        finally:
-            self._optimizer_that_votes = None
-        sharing = self._current.sharing
-        sharing.ended.append(optimizer)
-        sharing.reduced = False
-        return self._shared_decision
-
     def _begin_with_copy(self, beyond: int, otherwise: Callable[[], object]) -> bool:
         """Begins with the newest copy in shared memory of a step after ``beyond``, unless a group has a later
         state. All ranks of the group call it, before their first step. Returns whether there is one.
@@ -558,274 +316,6 @@ class Manager(Stateful, Stepping):
         """
         self._snapshots.otherwise = otherwise
         return self._snapshots.on and self._snapshots.seek(max(self._step, beyond))
-
-    def _begin_round(self, request: StepRequest, replays: bool = False, reads_state: bool = False) -> None:
-        """Begins an attempt at a step.
-
-        Args:
-            request: for its quorum.
-            replays: whether it reduces the inputs of the attempt before again.
-            reads_state: whether to wait for the answer, unless the quorum stands, and to read the state if
-                groups heal from this one. Otherwise ``wait_quorum`` reads it.
-        """
-        if not self._maker.here:
-            self._maker.check()
-        rounds = self._rounds  # read once: another thread may shut the Manager down
-        if rounds is None:
-            raise RuntimeError("the Manager is shut down")
-        self._poison.check()
-        first = self._round is None
-        if self._round is not None:
-            if not self._ready:
-                self._round.wait()  # its error is raised by `wait_quorum`, not here
-            self._ready = False
-            # if this round cannot begin, nothing must be reduced among the peers of the previous one
-            self._round = None
-        keeps, ends = "", self._data.adds_gradients and self._data.at_end
-        if self._data.has_loader:
-            keeps = self._again.announces(self._current, self._step, self._committed_quorum_id)
-        # before the request: once this group is in a quorum, the other groups would wait as well
-        self._backlog.make_room(request.timeout)
-        if self._current.undecided:
-            if len(self._current.collectives) > 0 and not replays:
-                # The quorum may stand: in the same connection, a collective of this attempt would meet a
-                # later one of the peers' attempt.
-                self._current.collectives.abort()
-            self._current.dropped()
-            self._end_trace()
-            self._in_passing.decided(False)
-            if not replays:
-                self._lost(self._current.why_lost() if self._current.cause is not None else NO_VOTE)
-        self._discard_unloaded_heal()
-        if self._snapshots.on:
-            if first:
-                if not self._snapshots.sought:
-                    self._snapshots.seek(self._step)
-            elif not self._recovery.inconsistent:
-                self._snapshots.begin(self._position)
-        last = self._current
-        aborted = last.collectives.aborted
-        same = None if aborted or keeps or ends else self._same_request(request)
-        self._sent = sent = same or self._quorum_request(request, aborted, ends, keeps)
-        if self._calls.step:
-            self._calls.end(lost=True)
-        if self._heal_wait.waiting is not None:
-            self._heal_wait.end()
-        step = self._make_step(request, last.plan, attempted=last if replays else None)
-        last.collectives.retire()  # the next quorum may connect the process group with other peers
-        self._current = self._errors.step = step
-        follow = partial(self._follow, step)
-        standing = rounds.standing(sent)
-        if ends:  # the groups meet: one that has lost the last step alone heals
-            standing = None
-        quiet = standing is not None and standing is self._quiet
-        if not quiet:
-            self._own_time.skip()
-            self._background.begin()
-        if standing is not None:
-            self._round, self._ready = StandingRound(standing, follow), quiet
-            return
-        if same is not None:  # it is needed after all
-            self._sent = sent = self._quorum_request(request, aborted, ends, keeps)
-        if first and self._peers.on_device:
-            claim_device(self._store, self._replica_id, self._group_rank)
-        begin = partial(rounds.begin, follow, sent, request.timeout)
-        step.reads_state = reads_state
-        restores = self._snapshots.found(self._position) is not None
-        if first and self._data.adds_gradients:
-            self._in_passing.prepare()  # its batch depends on the quorum
-        elif first and self._in_passing.why_not() is None:
-            # The first forward and backward pass takes longer than later ones: the others do not wait for it.
-            begin = partial(LateRound, begin, self._in_passing.prepare)
-        self._round = begin()
-        if not self._round.asks:
-            step.reads_state = False
-        if step.reads_state or restores:
-            with suppress(Exception):  # `wait_quorum` raises the error of the round
-                plan = self._planner.plan(self._round.answer(), request.allow_heal)
-                restores = self._restores(plan)
-                if step.reads_state and plan.serves and plan.in_background and not restores:
-                    self._read_state(step)
-        if restores:
-            self.wait_quorum()  # it loads the copy, before anything is computed
-
-    def _same_request(self, request: StepRequest) -> Optional[QuorumRequest]:
-        """The last request, for this step; None if this rank may have something new to say."""
-        sent = self._sent
-        if (
-            sent is None
-            or self._quiet is None  # also the handle of a native group changes with its peers
-            or self._in_passing.mode is not HealMode.AT_ONCE
-            or self._trace is not None
-            or self._commit_failures
-            or sent.commit_failures
-            or self._signals.wanted
-            or self._layout.announces is not self._sent_layout
-            or request.shrink_only is not sent.shrink_only
-            or self._committed_quorum_id != sent.committed_quorum_id
-            or self._data.averages_weights
-        ):
-            return None
-        sent.step = self._step
-        return sent
-
-    def _quorum_request(self, request: StepRequest, aborted: bool, ends: bool, keeps: str) -> QuorumRequest:
-        """The request of this rank for a quorum."""
-        found = self._snapshots.found(self._position)
-        at_step, committed_in = self._step, self._committed_quorum_id
-        if found is not None:  # it is not loaded yet
-            at_step, committed_in = found.step, found.quorum
-        connections = self._connection.announcement(at_step, broken=self._commit_failures > 0 or aborted)
-        layout = self._layout.for_lighthouse()
-        self._sent_layout = self._layout.announces
-        return QuorumRequest(
-            group_rank=self._group_rank,
-            step=at_step,
-            checkpoint_metadata=self._transport.metadata(),
-            shrink_only=request.shrink_only,
-            # after an abort, too, the next quorum needs a new id, for which the groups connect again; at the
-            # end of the data this group leaves the quorum that stands
-            commit_failures=self._commit_failures
-            or int(aborted or ends or self._connection.needs_new_quorum),
-            init_sync=self._init_sync,
-            reconfigure_handle=self._peers.handle(
-                [
-                    *self._layout.announces,
-                    (AUDITS, self._audits.announces),
-                    (COMPARES, self._replicas.announces(averages=self._data.own_weights)),
-                    (CONNECTIONS, connections),
-                    (IN_PASSING, self._in_passing.announces),
-                    (KEEPS, keeps),
-                    (RESTORES, "" if found is None else "1"),
-                    (SNAPSHOTS, self._snapshots.announces),
-                ],
-            ),
-            # The server refuses a number that differs from rank 0's.
-            group_world_size=self._settings.group_world_size,
-            committed_quorum_id=committed_in,
-            # what it has kept it has computed from other weights than those of the copy
-            replays_failed_steps=self._replayer.enabled and found is None,
-            asks_each_step=self._data.own_weights,
-            cuts_by_speed=self._data.cuts_by_speed,
-            layout=layout,
-            drain=self._signals.drain_request(self._logger.info),
-            traceparent="" if self._trace is None else self._trace.asks(self._step),
-        )
-
-    def _read_state(self, step: Step) -> None:
-        """Calls the functions of the user's state, on the training thread and once in a step."""
-        if step.served.done():
-            return
-        try:
-            state, optimizers = self._manager_state_dict(), self._replicas.state.optimizers
-            if optimizers:
-                state = {**state, hyperparameters.KEY: hyperparameters.read(optimizers)}
-            step.served.set_result(self._in_passing.fixed(state))
-        except BaseException as e:
-            step.served.set_exception(e)
-            if not isinstance(e, Exception):  # Ctrl-C
-                raise
-
-    def _settle(self) -> None:
-        """Waits until the quorum is known and followed. Loads a heal that precedes the step, unless the
-        forward pass did: gradients of the old weights must not count, so this group adds zeros, and loads the
-        state in the vote. With a loader the forward pass comes later.
-        """
-        self.wait_quorum()
-        if not self._rank_state.computed or self._data.averages_weights or self._data.adds_gradients:
-            self._recovery.load_before(self._current)
-
-    @ranged("_async_quorum")
-    def _follow(self, step: Step, result: QuorumResult) -> None:
-        """Follows a quorum, on any thread. Every wait in it has a deadline, so every wait for it ends."""
-        if result is self._quiet and step.plan is not None:
-            step.follow(step.plan)
-            step.peers = self._connection.members or step.plan.replica_ids
-            step.connected()
-            return
-        self._quiet = self._sent = None
-        self._background.enter_thread()
-        plan = self._planner.plan(result, step.request.allow_heal)
-        step.follow(plan)
-        self._snapshots.agreed = plan.snapshot_steps
-        self._replicas.follow(plan)
-        restores = self._restores(plan)
-        self._recovery.follow(plan, restores)
-        if plan.heal:
-            # All ranks of the group vote on the step that it heals to, including a rank whose heal fails.
-            self._snapshots.abandon()
-            self._recovery.begin(plan, self._position, step.began)
-            self._step = plan.max_step
-        if plan.quorum_id != self._quorum_id or self._connection.may_change(plan):
-            self._quorum_id = plan.quorum_id
-            self._incidents.ended("quorum")
-            made, new_here = self._connection.made, self._committed_quorum_id < 0 or self._snapshots.restored
-            with self._recovery.phases.measure("reconfigure") if plan.heal else nullcontext():
-                self._connection.follow(plan, new_here, self._reconfigure_pg)
-            if self._connection.made > made:
-                self._calls.begin(plan, new_here)
-            self._incidents.ended("reconfigure")
-        if self._connection.apart:
-            step.failed(StillHealing("this group waits for its connection with the others, which train on"))
-            with self._heal_wait.following(plan):  # it is ready at once
-                self._in_passing.stop()  # the parts that have arrived are of an earlier step
-            return
-        step.peers = self._connection.members or plan.replica_ids
-        step.connected()
-        plan = self._connection.without_unconnected(plan)
-        if plan.in_background and (step.reads_state or not plan.serves) and not restores:
-            self._transfer(step, plan)
-        else:
-            step.deferred = plan
-        if plan.quiet and self._connection.settled and not restores:
-            self._quiet = result
-
-    def _restores(self, plan: Plan) -> bool:
-        """Whether this group loads the copy that it has announced: no group has a later state."""
-        return plan.up_to_date and not plan.heal and self._snapshots.found(self._position) is not None
-
-    def _restore(self, plan: Plan) -> bool:
-        """Loads the copy that this group has announced, on the training thread. If it cannot be loaded, the
-        step is lost, and the groups that would heal from this one are told; the next request announces what
-        this group has then.
-        """
-        reports = count(1)  # of progress, from several hosts
-        try:
-            with (
-                self._rank_state.doing("loads a copy of the state", waits=False),
-                watched_by(lambda received, total: self._heal_wait.received(next(reports))),
-            ):
-                position = self._snapshots.load()
-        except Exception as e:
-            self._recovery.refuse_targets(plan, str(e))
-            raise
-        if position is not None:
-            self._position = position
-            self._recovery.restored()
-            return True
-        error = RuntimeError(f"no copy of step {plan.max_step}, which this group announced, can be loaded")
-        self._errors.of_this_rank(error)
-        self._recovery.refuse_targets(plan, str(error))
-        return False
-
-    def _transfer(self, step: Step, plan: Plan) -> None:
-        """Serves this group's state, or fetches a peer's. On the training thread, or once that has read."""
-        # A group that does not fit never heals.
-        with nullcontext() if self._connection.unsupported else self._heal_wait.following(plan):
-            if self._restores(plan) and not self._restore(plan):
-                return
-            if plan.serves and (not step.reads_state or threading.get_ident() == step.thread):
-                self._read_state(step)
-            # A replay's quorum, in which this group is behind, serves the next step too: it heals before.
-            replays = step.kept is not None and len(step.kept) > 0
-            read = partial(step.served.result, self._timeout.total_seconds())
-            fetched = self._recovery.run(plan, read, at_once=replays)
-        if fetched is not None:
-            self._position = fetched
-
-    def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
-        """Passes a new quorum's handles to the process group. Nothing else does."""
-        self._peers.reconfigure(options_of(communicator_id, handles, self._timeout))
 
     def finish_serving(self) -> None:
         """Waits until no healing group reads this group's state any more. Call it before changing the
@@ -837,11 +327,6 @@ class Manager(Stateful, Stepping):
         """
         self._maker.check()
         self._recovery.end_in_step(self._current)
-
-    def _discard_unloaded_heal(self) -> None:
-        """Returns to the step of this group's own weights, so that it heals again."""
-        if self._recovery.before is not None or self._recovery.pending is not None:
-            self._position = self._recovery.discard() or self._position
 
     # Collectives
 
@@ -906,9 +391,9 @@ class Manager(Stateful, Stepping):
                 self.wait_quorum()
             if self._data.has_loader and self._data.holds_units(self._current):
                 self._again.keep(self._current, tensor, reduce_op, should_quantize)
-            if self._replayer.enabled:
+            if self._replay.enabled:
                 local_steps = self._layout.lines is not None
-                kept = self._replayer.keep(self._current, tensor, reduce_op, should_quantize, local_steps)
+                kept = self._replay.keep(self._current, tensor, reduce_op, should_quantize, local_steps)
             work = self._reduce(tensor, reduce_op, should_quantize)
         except Exception as e:
             # What the quorum failed with is raised at each reduction. A peer's failure is told with the step.
@@ -921,7 +406,7 @@ class Manager(Stateful, Stepping):
                 kept.settle()
             return _DummyWork(tensor)
         if kept is not None:
-            work.on_end(kept.settle)
+            work.on_end = kept.settle
         return work
 
     def _reduce(
@@ -969,7 +454,7 @@ class Manager(Stateful, Stepping):
         if self._failures.known:
             self._failures.check()  # a failure reported since the first check has found no work to abort
         if averages and not in_backend:
-            work.on_success(partial(tensor.div_, step.participants))
+            work.on_success = partial(tensor.div_, step.participants)
         return work
 
     def _compare_batches(self, step: Step, device: torch.device) -> None:
@@ -987,7 +472,7 @@ class Manager(Stateful, Stepping):
     def _attach_loader(self, loader: Loader) -> None:
         self._data.attach(loader, begun=self._round is not None)
         # A replay lacks the units of a failed group, so the step comes again.
-        replays, self._replayer.enabled = self._replayer.enabled, False
+        replays, self._replay.enabled = self._replay.enabled, False
         self._again.enabled = (
             replays
             and self._data.adds_gradients
@@ -1132,18 +617,11 @@ class Manager(Stateful, Stepping):
                 vote = partial(self._server.vote, step, timeout=timeout)
                 weights = step, self._committed_quorum_id
                 kept = self._again.retain(self._current, weights, self._extras.check_gradients, vote)
-            committed = self._replayer.replay(
-                self._current,
-                vote=lambda yes: self._server.vote(self._step, yes, timeout),
-                ask=self._ask_again,
-                reduce=self._reduce,
-                end=self._end_collectives,
-                finish=partial(self._try_step, timeout),
-                load=self._load_between_steps,
-            )
+            committed = self._reduce_again(timeout)
             if heals:  # only after the votes on a replay does this group announce an earlier step
                 self._position = Position(step - 1, self._batches_committed, -1)
-        self._logger.commit_event(committed)
+        if self._logger.commits.isEnabledFor(logging.INFO):  # mostly not, and each step asks
+            self._logger.commit_event(committed)
         participants = self._current.participants
         if committed:
             self._rank_state.step += 1
@@ -1166,10 +644,14 @@ class Manager(Stateful, Stepping):
             how = "is lost" if kept is None else f"comes again without the {kept} units of this group"
             self._logger.warn(f"step {step} {how}: {why}")
             self._lost(why)
-        if self._incidents.incident is not None:
-            self._incidents.step_ended(committed, kept is not None)
+        incident = self._errors.incident
+        if incident is not None:
+            incident.step_ended(committed, kept is not None)
+            if committed:
+                self._logger.failure_event(incident)
+                self._errors.incident = None
         self._end_trace(step)
-        if self._current.undecided and self._replayer.ahead is None:
+        if self._current.undecided and self._replay.ahead is None:
             self._current.dropped()  # the attempt of a replay that got no quorum
         self._current.forget_inputs()
         self._discard_unloaded_heal()
@@ -1191,12 +673,6 @@ class Manager(Stateful, Stepping):
             )
         self._own_time.begins()
         return committed
-
-    def _lost(self, why: str) -> None:
-        """A step that this group has computed is not committed."""
-        said = self._uncommitted.lost(why, time.monotonic())
-        if said is not None:
-            self._logger.warn(said)
 
     def _try_step(self, timeout: timedelta) -> bool:
         """Ends the collectives of an attempt at this step, and votes on it with the group's other ranks."""
@@ -1266,10 +742,6 @@ class Manager(Stateful, Stepping):
         if not self._current.collectives.end(self._timeout) and not self._data.adds_gradients:
             self._errors.refuse_replay("a collective that was aborted has not ended")
 
-    def _end_trace(self, step: Optional[int] = None) -> None:
-        if self._trace is not None:
-            self._trace.ended(self._step if step is None else step, *self._current.outcome)
-
     # Replay of a failed step
 
     def register_replay_hook(self, hook: Callable[[], None]) -> None:
@@ -1281,7 +753,7 @@ class Manager(Stateful, Stepping):
         changed or copied is lost when a peer fails, as without ``replay_failed_step``. If the hook raises an
         error, the step is lost.
         """
-        self._replayer.register_hook(hook)
+        self._replay.hooks.append(hook)
 
     def register_replicated(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         """Registers tensors that have the same bits in all groups, so that they are compared
@@ -1297,18 +769,66 @@ class Manager(Stateful, Stepping):
         """
         self._replicas.state.add_parameters(named)
 
-    def _ask_again(self) -> Step:
-        """Begins another attempt at this step, and waits for its quorum, with a new id and connections."""
-        self._commit_failures += 1
-        self._end_trace()
-        self._begin_round(self._current.request, replays=True)
-        self.wait_quorum()
-        return self._current
+    def _reduce_again(self, timeout: timedelta) -> bool:
+        """Replays the step that failed until it is committed or cannot be replayed. Returns whether it is
+        committed. The ranks of a group vote before each replay, because either all of them replay or none.
+        """
+        step = self._current
+        if not self._replay.enabled or (step.plan is not None and step.plan.heal and step.plan.max_step > 0):
+            # All ranks of a group that heals return here. It reduces its zeros in its next step, in the
+            # quorum in which the other groups replay. At step 0 its ranks may not all heal, so they vote.
+            return False
+        for replays in range(MOST_REPLAYS + 1):
+            reason = self._replay.why_not(step.inputs, replays)
+            try:
+                if not self._server.vote(self._step, reason is None, timeout):
+                    reason = reason or "another rank of the group cannot"
+                    self._logger.warn(f"the step is not reduced again: {reason}")
+                    return False
+                why = step.why_lost()
+                self._commit_failures += 1  # another attempt has a quorum with a new id, and connections
+                self._end_trace()
+                self._begin_round(step.request, replays=True)
+                self.wait_quorum()
+            except Exception as e:
+                self._logger.exception(f"the step is not reduced again: {e}")
+                return False
+            step = self._current
+            assert step.plan is not None
+            reason = step.plan.why_recomputed
+            if reason is not None:
+                self._logger.warn(f"the step is not reduced again: {reason}")
+                # The next step uses this quorum, because the other groups count on this one in it. The state
+                # of a heal is loaded now: between two steps the group's position must be that of its weights.
+                self._recovery.load_before(step)
+                if step.error is None:
+                    self._replay.ahead = self._position
+                else:
+                    step.collectives.abort()
+                return False
+            self._logger.info(f"reduced again with {step.plan.participants} groups, because {why}")
+            self._reduce_inputs(step)
+            if self._try_step(timeout):
+                return True
+        return False
 
-    def _load_between_steps(self) -> Optional[Position]:
-        """Loads the state that a heal fetched. Returns this group's position then, None after an error."""
-        self._recovery.load_before(self._current)
-        return self._position if self._current.error is None else None
+    def _reduce_inputs(self, step: Step) -> None:
+        """Reduces the inputs of the failed attempt in another attempt."""
+        try:
+            for kept in step.inputs.restore():
+                self._reduce(kept.tensor, kept.reduce_op, kept.should_quantize)
+        except Exception as e:
+            self._errors.of_collective(e)
+        self._end_collectives()
+        step.inputs.settle()
+        if step.error is not None:
+            return
+        try:
+            for hook in self._replay.hooks:
+                hook()  # copies the reduced tensors to where the optimizer reads them, for example
+        except Exception as e:
+            self._logger.exception(f"a replay hook failed: {e}")
+            self._errors.recurring(e, f"a replay hook failed: {e}")
 
     # Other methods for the training loop
 

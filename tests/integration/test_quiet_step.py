@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import torchft
+from torchft._torchft import QuorumRequest
 from torchft.ddp import DistributedDataParallel
-from torchft.manager import Manager, QuorumRequest
+from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
 
 from .cluster import Cluster, Rank
@@ -23,7 +24,7 @@ from .cluster import Cluster, Rank
 _PACKAGE = str(Path(torchft.__file__).parent)
 # With Gloo, and without the comparison of weights, which reads other parts of the state in each step. Models
 # that other tests left alive may add one or two.
-_MOST_FILES = 20
+_MOST_FILES = 15
 
 
 def loop_of(manager: Manager) -> Callable[[], None]:
@@ -100,7 +101,7 @@ def test_a_request_is_made_where_a_rank_has_something_new_to_say(
         requests[threading.current_thread().name] += 1
         return QuorumRequest(**given)
 
-    monkeypatch.setattr("torchft.manager.QuorumRequest", request)
+    monkeypatch.setattr("torchft._manager.stepping.QuorumRequest", request)
     with Cluster(min_replicas=2) as cluster:
         together = threading.Barrier(2, timeout=60)
 

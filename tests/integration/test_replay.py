@@ -188,9 +188,7 @@ class Job:
     def arm(self, rank: Rank, manager: Manager, place: str) -> None:
         """Makes the rank fail at a place in the step that begins."""
         if place == "forward":
-            rounds = manager._rounds
-            assert rounds is not None
-            rounds.standing = lambda _: rank.crash()  # type: ignore[method-assign]
+            manager._server.standing = lambda _: rank.crash()  # type: ignore[method-assign]
         elif place.startswith("bucket"):
             reduce, left = manager.allreduce, [int(place[len("bucket") :])]
 
@@ -212,13 +210,13 @@ class Job:
 
             manager._client = cast(Any, _Instead(manager._client, should_commit=should_commit))
         elif place == "replay":
-            again = manager._replayer.reduce_again
+            again = manager._reduce_inputs
 
-            def reduce_again(*args: Any) -> None:
+            def reduce_inputs(*args: Any) -> None:
                 rank.crash()
                 again(*args)
 
-            manager._replayer.reduce_again = reduce_again  # type: ignore[method-assign]
+            manager._reduce_inputs = reduce_inputs  # type: ignore[method-assign]
         else:
             raise ValueError(place)
 

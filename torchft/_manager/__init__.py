@@ -10,9 +10,10 @@ What all rooms rest on:
     settings: checks constructor arguments and environment variables. rank: the step and quorum of a rank.
     edge: adapts clients, transports and process groups of other projects.
 
-What the Manager is put together from, above the rooms:
+Above the rooms:
     connection: connects the process group with the members of a quorum, by the decisions of handover (pure).
-    stepping: the methods that return properties of the current step. extras: the methods that torchft's
-    wrappers call on a Manager beside the public ones. signals: the signals that drain a group. lifetime: ends
-    Managers that nobody has shut down. poison: reports exceptions that end a rank.
+    parts, stepping: base classes of the Manager. The first puts the parts together, the second begins steps
+    and follows their quorums; what torchft's wrappers call beside the public methods. signals: those that
+    drain a group. lifetime: ends Managers that nobody has shut down. poison: reports exceptions
+    that end a rank.
 """

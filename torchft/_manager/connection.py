@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 from torchft._agreement import CONNECTIONS, announced, other_version
 from torchft._manager.checks.layout import Layout, LayoutDiffers
 from torchft._manager.handover import Connections, Way, decide, name_of
-from torchft._manager.observe.ranges import ranged
+from torchft._manager.observe.own_time import ranged
 from torchft._manager.settings import TORCH_FR_DUMP_TEMP_FILE_ENV, Settings
 from torchft._manager.step.failures import PeerFailed
 from torchft.process_group.native import reset_flight_recorder
@@ -56,13 +56,6 @@ class _Next(NamedTuple):
 
 class Connection:
     """Connects one rank with its peers, quorum after quorum.
-
-    Args:
-        layout: the tensors that this rank reduces, compared with those of the peers before it connects.
-        in_passing: its heals in passing; with them a group that joins may wait for its connection, while the
-            others train on.
-        failures: ends the connecting when a peer has failed.
-        errors: gets the errors of connecting.
 
     Attributes:
         apart: whether this rank waits for its connection, while the other groups train on.

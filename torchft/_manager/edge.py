@@ -20,9 +20,9 @@ from torchft import _torchft
 from torchft._agreement import AVERAGES, CALLS, HEALS, VERSION, announce, bare
 from torchft._manager.quorum.notices import FailureListener
 from torchft._manager.quorum.plan import Plan
-from torchft._manager.quorum.rounds import NativeRounds, Rounds, ThreadRounds
+from torchft._manager.quorum.rounds import JobFinished
 from torchft._manager.settings import Settings, global_rank
-from torchft._torchft import QuorumResult
+from torchft._torchft import QuorumRequest, QuorumResult, refusal
 from torchft._version import __version__
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
 from torchft.collectives import allreduce_quantized
@@ -105,9 +105,22 @@ class GroupServer:
         self.client = client
         self._group_rank = group_rank
 
-    def rounds(self) -> Rounds:
-        """The object that requests quorums from this server."""
-        return ThreadRounds(lambda **request: _whole(self.client._quorum(**request)))
+    def standing(self, request: QuorumRequest) -> Optional[QuorumResult]:
+        """The result of a quorum that stands: the last one, without a request. None: :meth:`ask` next."""
+        return None
+
+    def ask(self, request: QuorumRequest, timeout: timedelta) -> Callable[[], QuorumResult]:
+        """Requests a quorum.
+
+        Args:
+            request: the request of this rank.
+            timeout: of the whole wait; a standby asks again and again.
+
+        Returns:
+            The function that waits for the result: JobFinished if this group has nothing to train, SystemExit
+            if it is a standby that is to leave.
+        """
+        return lambda: _whole(self.client._quorum(timeout=timeout, **request.as_upstream()))
 
     def vote(self, step: int, yes: bool, timeout: timedelta) -> bool:
         """Whether all ranks of the group vote yes."""
@@ -142,9 +155,39 @@ class _NativeServer(GroupServer):
 
     native = True
     _listener: FailureListener | None = None
+    _last: Optional[QuorumResult] = None  # of the last quorum; None while another one is requested
 
-    def rounds(self) -> Rounds:
-        return NativeRounds(self.client)
+    def standing(self, request: QuorumRequest) -> Optional[QuorumResult]:
+        last = self._last
+        if not self.client._stands_for(request, last) or last is None:
+            return None
+        last.max_step = request.step
+        return last
+
+    def ask(self, request: QuorumRequest, timeout: timedelta) -> Callable[[], QuorumResult]:
+        last, self._last = self._last, None
+        begun = self.client._begin_round(request, timeout, last)  # now, not when it is waited for
+
+        def wait() -> QuorumResult:
+            nonlocal begun
+            while True:
+                try:
+                    self._last = result = self.client._end_round(begun, last)
+                    return result
+                except (TimeoutError, RuntimeError) as e:
+                    why = refusal(e)
+                    if why == "ended":
+                        _logger.warning(f"this group trains nothing: {e}")  # a status of 0 says nothing
+                        raise JobFinished(str(e)) from None
+                    if why == "unneeded":
+                        _logger.info("the script ends: %s", e)
+                        # not StopIteration or alike: what follows the loop is for groups that have trained
+                        raise SystemExit(0) from None
+                    if why != "held":
+                        raise
+                begun = self.client._begin_round(request, timeout, last)
+
+        return wait
 
     def vote(self, step: int, yes: bool, timeout: timedelta) -> bool:
         committed = super().vote(step, yes, timeout)

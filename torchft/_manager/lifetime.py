@@ -19,54 +19,32 @@ _logger = logging.getLogger("torchft.manager")
 
 
 class Life(NamedTuple):
-    """Identifies the rank and group of a Manager.
+    """Whose Manager it is.
 
     Attributes:
-        replica_id: the name that the caller gave to the group, without the UUID; empty if there is none.
+        group: the name that the caller gave to the group, without the UUID; groups without a name differ by
+            the addresses of their stores.
         group_rank: rank in the group.
         lighthouse: address of the lighthouse.
-        store: address of the group's store.
-        thread: the thread that made the Manager.
     """
 
-    replica_id: str
+    group: str
     group_rank: int
     lighthouse: Optional[str]
-    store: str
-    thread: threading.Thread
-
-    @classmethod
-    def begin(cls, replica_id: Optional[str], settings: Settings) -> Life:
-        """Identifies a Manager that the calling thread makes."""
-        store = f"{settings.store_addr}:{settings.store_port}"
-        here = threading.current_thread()
-        return cls(replica_id or "", settings.group_rank, settings.lighthouse_addr, store, here)
-
-    def repeats(self, earlier: Life) -> bool:
-        """Whether this is the same rank of the same group; groups without a name differ by their stores."""
-        if (self.replica_id, self.group_rank, self.lighthouse) != (
-            earlier.replica_id,
-            earlier.group_rank,
-            earlier.lighthouse,
-        ):
-            return False
-        return self.replica_id != "" or self.store == earlier.store
-
-    def replaces(self, earlier: Life) -> bool:
-        """Whether this thread has made the earlier Manager too, or its thread has ended: nobody uses it any
-        more.
-
-        Another thread may run a group of its own which has the same name by mistake, as in tests.
-        """
-        return earlier.thread is self.thread or not earlier.thread.is_alive()
 
 
-_running: weakref.WeakKeyDictionary[Any, Life] = weakref.WeakKeyDictionary()
+_running: weakref.WeakKeyDictionary[Any, tuple[Life, threading.Thread]] = weakref.WeakKeyDictionary()
+
+
+def life_of(replica_id: Optional[str], settings: Settings) -> Life:
+    """Identifies the Manager with this name and these settings."""
+    group = replica_id or f"{settings.store_addr}:{settings.store_port}"
+    return Life(group, settings.group_rank, settings.lighthouse_addr)
 
 
 def began(manager: Any, life: Life) -> None:
-    """Records a Manager that is complete."""
-    _running[manager] = life
+    """Records a Manager that is complete, and the calling thread, which has made it."""
+    _running[manager] = life, threading.current_thread()
 
 
 def ended(manager: Any) -> None:
@@ -75,13 +53,16 @@ def ended(manager: Any) -> None:
 
 
 def earlier(life: Life) -> list[Any]:
-    """The Managers that one with this life replaces. Warns of those that it only disturbs."""
+    """The Managers that one with this life replaces: this thread has made them, too, or their thread has
+    ended, so that nobody uses them any more. Another thread may run a group of its own which has the same
+    name by mistake, as in tests: that is only warned of.
+    """
     found = []
     for manager in [manager for ref in _running.keyrefs() if (manager := ref()) is not None]:
-        its = _running.get(manager)
-        if its is None or not manager._maker.here or not life.repeats(its):
+        its, thread = _running.get(manager, (None, threading.current_thread()))
+        if its != life or not manager._maker.here:
             continue
-        if life.replaces(its):
+        if thread is threading.current_thread() or not thread.is_alive():
             found.append(manager)
         else:
             _logger.warning(
@@ -89,6 +70,6 @@ def earlier(life: Life) -> list[Any]:
                 "Both are members of the job, and each waits for the other one. Shut one of them down, or "
                 "give each group its own replica_id",
                 manager._logger.prefix(),
-                its.thread.name,
+                thread.name,
             )
     return found

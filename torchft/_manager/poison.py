@@ -47,16 +47,12 @@ class JobStopped(SystemExit):
 
 
 def digest(error: BaseException, step: int, unit: Optional[Sequence[int]] = None) -> Optional[dict[str, Any]]:
-    """What identifies an exception, as the fields of the proto's Raised: type, place, step and unit.
+    """What identifies an exception, as the fields of the proto's Raised: type, place, step and unit. None for
+    one that says nothing about data or code: an interrupt, an error of the operating system, of the network
+    or of a process group, and what torchft itself raises when peers or servers fail.
 
     Args:
-        error: the exception.
-        step: the step in progress.
         unit: indices of the samples that the rank computes; None: they are not known.
-
-    Returns:
-        None for one that says nothing about data or code: an interrupt, an error of the operating system, of
-        the network or of a process group, and what torchft itself raises when peers or servers fail.
     """
     while error.__cause__ is not None:  # a reader's error, for example, which torchft has wrapped
         error = error.__cause__
@@ -79,16 +75,7 @@ def digest(error: BaseException, step: int, unit: Optional[Sequence[int]] = None
 
 
 class Poison:
-    """The exceptions of one rank, and whether the job stops.
-
-    Args:
-        rank_state: the step and quorum of the rank.
-        errors: has the step in progress.
-        logger: the Manager's logger, which reports.
-
-    Attributes:
-        stopped: why the job stops; empty: it does not.
-    """
+    """The exceptions of one rank, and whether the job stops. `stopped`: why it does; empty: it does not."""
 
     def __init__(self, rank_state: RankState, errors: Errors, logger: _ManagerLogger) -> None:
         self._rank_state = rank_state

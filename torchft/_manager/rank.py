@@ -78,14 +78,10 @@ class RankState:
         return self.quorum_id
 
 
-def kept_in(*places: str) -> Any:
-    """An attribute of the Manager, under a name that other projects read and set, which its parts keep.
-    `places`: where it is kept, as paths from the Manager. It is read at the first, and set at all of them.
+def kept_in(place: str) -> Any:
+    """An attribute of the Manager, under a name that other projects read and set, which a part keeps.
+    `place`: where it is kept, as a path from the Manager.
     """
-
-    def write(manager: object, value: object) -> None:
-        for place in places:
-            owner, _, name = place.rpartition(".")
-            setattr(attrgetter(owner)(manager), name, value)
-
-    return property(attrgetter(places[0]), write)
+    owner, _, name = place.rpartition(".")
+    find = attrgetter(owner)
+    return property(attrgetter(place), lambda manager, value: setattr(find(manager), name, value))

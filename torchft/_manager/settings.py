@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from typing import Optional, Union
+from functools import partial
+from typing import Any, Optional, TypeVar, Union
 
 from torchft._checks import check_positive, switch
 from torchft._security import ROUND_ENV
+
+T = TypeVar("T")
 
 MANAGER_ADDR_KEY: str = "manager_addr"
 REPLICA_ID_KEY: str = "replica_id"
@@ -130,60 +133,100 @@ class Settings:
         return self.lighthouse_addr
 
 
-def resolve(
-    *,
-    rank: Optional[int],
-    world_size: Optional[int],
-    store_addr: Optional[str],
-    store_port: Optional[int],
-    lighthouse_addr: Optional[str],
-    port: Optional[int],
-    timeout: timedelta,
-    quorum_timeout: timedelta,
-    connect_timeout: timedelta,
-    heartbeat_interval: timedelta,
-    quorum_retries: int,
-    enable_error_bus: Optional[bool] = None,
-    replay_failed_step: Optional[bool] = None,
-    reproducible_reduction: bool = False,
-    compare_commits: Union[int, str, None] = None,
-    on_divergence: Optional[str] = None,
-    heal: Optional[str] = None,
-    heal_along: Optional[bool] = None,
-    snapshots: Union[int, str, None] = None,
-    snapshot_copies: Optional[int] = None,
-    audit: Optional[float] = None,
-) -> Settings:
-    """Takes settings that the caller left out from the environment, and checks all of them. ValueError:
-    naming the setting, its value and what is allowed.
+def resolve(given: Mapping[str, Any]) -> Settings:
+    """Takes settings that the caller left out from the environment, and checks all of them.
+
+    Args:
+        given: the arguments of the Manager, by name.
+
+    Raises:
+        ValueError: names the setting, its value and what is allowed.
     """
+    get, choice = given.get, partial(_choice, given)
+    port = get("port")
     settings = Settings(
-        group_rank=_int_setting("rank", rank, "RANK"),
-        group_world_size=_int_setting("world_size", world_size, "WORLD_SIZE"),
-        store_addr=store_addr or _required_env("store_addr", "MASTER_ADDR"),
-        store_port=_int_setting("store_port", store_port, "MASTER_PORT"),
-        timeout=duration_from_env(TIMEOUT_SEC_ENV, timeout),
-        quorum_timeout=duration_from_env(QUORUM_TIMEOUT_SEC_ENV, quorum_timeout),
-        connect_timeout=duration_from_env(CONNECT_TIMEOUT_SEC_ENV, connect_timeout),
-        heartbeat_interval=heartbeat_interval,
-        quorum_retries=int_from_env(QUORUM_RETRIES_ENV, quorum_retries),
+        group_rank=_int_setting("rank", get("rank"), "RANK"),
+        group_world_size=_int_setting("world_size", get("world_size"), "WORLD_SIZE"),
+        store_addr=get("store_addr") or _required_env("store_addr", "MASTER_ADDR"),
+        store_port=_int_setting("store_port", get("store_port"), "MASTER_PORT"),
+        timeout=duration_from_env(TIMEOUT_SEC_ENV, given["timeout"]),
+        quorum_timeout=duration_from_env(QUORUM_TIMEOUT_SEC_ENV, given["quorum_timeout"]),
+        connect_timeout=duration_from_env(CONNECT_TIMEOUT_SEC_ENV, given["connect_timeout"]),
+        heartbeat_interval=given["heartbeat_interval"],
+        quorum_retries=int_from_env(QUORUM_RETRIES_ENV, given["quorum_retries"]),
         manager_port=port if port is not None else int_from_env(MANAGER_PORT_ENV, 0),
-        lighthouse_addr=lighthouse_addr or os.environ.get("TORCHFT_LIGHTHOUSE"),
+        lighthouse_addr=get("lighthouse_addr") or os.environ.get("TORCHFT_LIGHTHOUSE"),
         restart_count=start_number(),
-        enable_error_bus=switch(FAILURE_BUS_ENV, default=True, given=enable_error_bus),
-        replay_failed_step=switch(REPLAY_FAILED_STEP_ENV, given=replay_failed_step),
-        reproducible_reduction=reproducible_reduction,
-        heal_sources=heal_sources_from_env(),
-        compare_commits=_number_or_auto("compare_commits", compare_commits, COMPARE_COMMITS_ENV, "auto"),
-        compares_by_default=compare_commits is None and COMPARE_COMMITS_ENV not in os.environ,
-        on_divergence=_on_divergence(on_divergence),
-        heal=_heal(heal, heal_along),
-        snapshots=_number_or_auto("snapshots", snapshots, SNAPSHOTS_ENV, "0"),
-        snapshot_copies=_snapshot_copies(snapshot_copies),
-        audit=_audit(audit),
+        enable_error_bus=switch(FAILURE_BUS_ENV, default=True, given=get("enable_error_bus")),
+        replay_failed_step=switch(REPLAY_FAILED_STEP_ENV, given=get("replay_failed_step")),
+        reproducible_reduction=get("reproducible_reduction", False),
+        heal_sources=choice("", HEAL_SOURCES_ENV, str(MAX_SOURCES), _sources, _SOURCES),
+        compare_commits=choice("compare_commits", COMPARE_COMMITS_ENV, "auto", _number_or_auto, _COMMITS),
+        compares_by_default=get("compare_commits") is None and COMPARE_COMMITS_ENV not in os.environ,
+        on_divergence=choice(
+            "on_divergence", ON_DIVERGENCE_ENV, "report", OnDivergence, _values(OnDivergence)
+        ),
+        heal=_heal(given),
+        snapshots=choice("snapshots", SNAPSHOTS_ENV, "0", _number_or_auto, _STEPS),
+        snapshot_copies=choice("snapshot_copies", SNAPSHOT_COPIES_ENV, "0", _copies, _GROUPS),
+        audit=choice("audit", AUDIT_ENV, "0", _audit, _RATES),
     )
     _check(settings)
     return settings
+
+
+def _choice(
+    given: Mapping[str, Any], argument: str, env: str, default: str, parse: Callable[[Any], T], allowed: str
+) -> T:
+    """A setting, as the caller gave it, else from the environment. `parse` raises if it is not allowed."""
+    own = given.get(argument)
+    name, value = (argument, own) if own is not None else (env, os.environ.get(env, default))
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        # Only the environment has numbers as text.
+        return parse(int(value) if own is None and value.isdecimal() else value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={value!r}: allowed are {allowed}") from None
+
+
+_COMMITS = '0 (never), a number of commits, or "auto": chosen by the size'
+_STEPS = '0 (never), a number of steps, or "auto": chosen by their cost'
+_SOURCES = f"1 (the assigned one) to {MAX_SOURCES}"
+_GROUPS = "0 (all groups), or a number of groups from 2"
+_RATES = f"0 (never), or the part of the steps that are audited, from {_LEAST_AUDIT:g} to 1"
+
+
+def _number_or_auto(value: Union[int, str]) -> Optional[int]:
+    """A number of commits or steps; 0: never, None: "auto"."""
+    if value == "auto":
+        return None
+    if not isinstance(value, int) or value < 0:
+        raise ValueError
+    return value
+
+
+def _sources(value: Union[int, str]) -> int:
+    if not isinstance(value, int) or not 1 <= value <= MAX_SOURCES:
+        raise ValueError
+    return value
+
+
+def _copies(value: Union[int, str]) -> int:
+    if not isinstance(value, int) or value < 0 or value == 1:
+        raise ValueError
+    return value
+
+
+def _audit(value: Union[float, str]) -> float:
+    rate = float(value)
+    if not (rate == 0 or _LEAST_AUDIT <= rate <= 1):
+        raise ValueError
+    return rate
+
+
+def _values(kind: type[Enum]) -> str:
+    return ", ".join(each.value for each in kind)
 
 
 def get_timeout(timeout_sec_env: Optional[str], default_timeout_sec: timedelta) -> timedelta:
@@ -216,86 +259,18 @@ def duration_from_env(name: str, default: timedelta) -> timedelta:
     return value
 
 
-# What "auto" goes by, and what the number counts.
-_CHOSEN = {"compare_commits": ("commits", "the size"), "snapshots": ("steps", "their cost")}
-
-
-def _number_or_auto(argument: str, given: Union[int, str, None], env: str, default: str) -> Optional[int]:
-    """Returns the number of a setting: 0 for never, None for "auto"."""
-    name = env if given is None else argument
-    value = number = os.environ.get(env, default) if given is None else given
-    if value == "auto":
+def _heal(given: Mapping[str, Any]) -> Optional[HealMode]:
+    """How groups heal; None: nothing is set. ``heal_along`` and its variable are other names of these."""
+    heal, along = given.get("heal"), given.get("heal_along")
+    if heal is not None and along is not None:
+        raise ValueError(
+            f"heal={heal!r} and heal_along={along}: these are two names of one setting, pass one of them"
+        )
+    if heal is not None or (along is None and HEAL_ENV in os.environ):
+        return _choice(given, "heal", HEAL_ENV, "", HealMode, _values(HealMode))
+    if along is None and not os.environ.get(HEAL_ALONG_ENV, "").strip():
         return None
-    if given is None and isinstance(value, str) and value.isdecimal():
-        number = int(value)
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        what, by = _CHOSEN[argument]
-        raise ValueError(
-            f'{name}={value!r}: allowed are 0 (never), a number of {what}, or "auto": chosen by {by}'
-        )
-    return number
-
-
-def _snapshot_copies(given: Optional[int]) -> int:
-    name = SNAPSHOT_COPIES_ENV if given is None else "snapshot_copies"
-    copies = int_from_env(SNAPSHOT_COPIES_ENV, 0) if given is None else given
-    if not isinstance(copies, int) or isinstance(copies, bool) or copies < 0 or copies == 1:
-        raise ValueError(f"{name}={copies!r}: allowed are 0 (all groups), or a number of groups from 2")
-    return copies
-
-
-def _audit(given: Optional[float]) -> float:
-    name = AUDIT_ENV if given is None else "audit"
-    value = os.environ.get(AUDIT_ENV, "0") if given is None else given
-    try:
-        rate = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        rate = math.nan
-    if rate == 0 or _LEAST_AUDIT <= rate <= 1:
-        return rate
-    raise ValueError(
-        f"{name}={value!r}: allowed are 0 (never), or the part of the steps that are audited, from "
-        f"{_LEAST_AUDIT:g} to 1"
-    )
-
-
-def _on_divergence(given: Optional[str]) -> OnDivergence:
-    name = ON_DIVERGENCE_ENV if given is None else "on_divergence"
-    value = os.environ.get(ON_DIVERGENCE_ENV, "report") if given is None else given
-    try:
-        return OnDivergence(value)
-    except ValueError:
-        raise ValueError(
-            f"{name}={value!r}: allowed are {', '.join(each.value for each in OnDivergence)}"
-        ) from None
-
-
-def _heal(given: Optional[str], along: Optional[bool]) -> Optional[HealMode]:
-    """How groups heal; None: nothing is set. ``along`` and its variable are other names of these."""
-    if given is not None and along is not None:
-        raise ValueError(
-            f"heal={given!r} and heal_along={along}: these are two names of one setting, pass one of them"
-        )
-    name = HEAL_ENV if given is None else "heal"
-    value = os.environ.get(HEAL_ENV) if given is None and along is None else given
-    if value is None:
-        if along is None and not os.environ.get(HEAL_ALONG_ENV, "").strip():
-            return None
-        return HealMode.IN_PASSING if switch(HEAL_ALONG_ENV, given=along) else HealMode.AT_ONCE
-    try:
-        return HealMode(value)
-    except ValueError:
-        raise ValueError(
-            f"{name}={value!r}: allowed are {', '.join(each.value for each in HealMode)}"
-        ) from None
-
-
-def heal_sources_from_env() -> int:
-    """Returns the number of groups from which one state is fetched, as TORCHFT_HEAL_SOURCES sets it."""
-    sources = int_from_env(HEAL_SOURCES_ENV, MAX_SOURCES)
-    if not 1 <= sources <= MAX_SOURCES:
-        raise ValueError(f"{HEAL_SOURCES_ENV}={sources}: allowed are 1 (the assigned one) to {MAX_SOURCES}")
-    return sources
+    return HealMode.IN_PASSING if switch(HEAL_ALONG_ENV, given=along) else HealMode.AT_ONCE
 
 
 def start_number() -> int:

@@ -42,17 +42,19 @@ class Alone(Manager):
 
     def __init__(self, group_rank: int = 0, group_world_size: int = 1) -> None:
         self._settings = resolve(
-            rank=group_rank,
-            world_size=group_world_size,
-            store_addr="localhost",
-            store_port=1,
-            lighthouse_addr="http://localhost:1",
-            port=None,
-            timeout=timedelta(seconds=1),
-            quorum_timeout=timedelta(seconds=1),
-            connect_timeout=timedelta(seconds=1),
-            heartbeat_interval=timedelta(seconds=1),
-            quorum_retries=0,
+            dict(
+                rank=group_rank,
+                world_size=group_world_size,
+                store_addr="localhost",
+                store_port=1,
+                lighthouse_addr="http://localhost:1",
+                port=None,
+                timeout=timedelta(seconds=1),
+                quorum_timeout=timedelta(seconds=1),
+                connect_timeout=timedelta(seconds=1),
+                heartbeat_interval=timedelta(seconds=1),
+                quorum_retries=0,
+            )
         )
         self._quorum_timeout = self._settings.quorum_timeout
         self.errors: list[Exception] = []

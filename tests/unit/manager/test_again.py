@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 from tests.unit.manager.test_plan import plan, result
 from torchft._agreement import KEEPS, announce
 from torchft._manager.observe.log import _ManagerLogger
-from torchft._manager.observe.phases import Incident, Incidents
+from torchft._manager.observe.phases import Incident
 from torchft._manager.quorum.plan import Plan
 from torchft._manager.step.again import Again
 from torchft._manager.step.inputs import Inputs
@@ -277,10 +277,8 @@ def test_a_group_that_keeps_nothing_computes_what_others_miss(rank: Rank) -> Non
 
 
 def test_a_step_of_which_gradients_are_kept_is_not_counted_as_lost() -> None:
-    over: list[Incident] = []
-    incidents = Incidents(MagicMock(step=20, quorum_id=5), over.append)
+    incident = Incident("a peer failed", step=20, quorum_id=5)
     for kept in (True, False, True):
-        incidents.noticed(RuntimeError("a peer failed"))
-        incidents.step_ended(False, kept)
-    incidents.step_ended(True)
-    assert [incident.steps_lost for incident in over] == [1]
+        incident.step_ended(False, kept)
+    incident.step_ended(True)
+    assert incident.steps_lost == 1 and [*incident.seconds] == ["vote", "next step"]

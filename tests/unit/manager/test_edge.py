@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.manager.test_rounds import LONG, REQUEST, UPSTREAM, Followed
 from torchft._manager.edge import GroupServer, Transport, _NativeServer, as_peers, as_server, work_kind
+from torchft._manager.quorum.rounds import Rounds
 from torchft._torchft import ManagerClient, QuorumResult
 from torchft.checkpointing import CheckpointTransport
 from torchft.process_group import (
@@ -47,7 +48,7 @@ def server() -> GroupServer:
 
 def test_a_client_with_the_methods_of_upstream_suffices(server: GroupServer) -> None:
     followed = Followed()
-    rounds = server.rounds()
+    rounds = Rounds(server.ask)
     rounds.begin(followed, REQUEST, LONG).result()
     assert followed.by[0][0].quorum_id == 3
     assert server.vote(5, True, SOON) and server.client.votes == [(2, 5, True, SOON)]
@@ -66,7 +67,7 @@ def test_a_client_with_the_methods_of_upstream_suffices(server: GroupServer) -> 
 def test_a_result_of_another_class_gets_all_fields(server: GroupServer, stand_in: Any) -> None:
     server.client.result = stand_in
     followed = Followed()
-    rounds = server.rounds()
+    rounds = Rounds(server.ask)
     rounds.begin(followed, REQUEST, LONG).result()
     (result, _), *_ = followed.by
     assert (result.quorum_id, result.max_step, result.draining, result.replay) == (3, 5, False, False)

@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.manager.conftest import Fixture
 from torchft._extras import Extras, extras_of
-from torchft._manager.extras import OwnExtras
+from torchft._manager.stepping import OwnExtras
 from torchft.manager import Manager
 
 

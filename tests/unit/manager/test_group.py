@@ -33,17 +33,19 @@ class CountingStore:
 def join(rank: int, server: Any) -> group.Group:
     """Starts one rank of a group."""
     settings = resolve(
-        rank=rank,
-        world_size=RANKS,
-        store_addr="localhost",
-        store_port=1,
-        lighthouse_addr="http://localhost:1",
-        port=None,
-        timeout=WAIT,
-        quorum_timeout=WAIT,
-        connect_timeout=WAIT,
-        heartbeat_interval=timedelta(milliseconds=100),
-        quorum_retries=0,
+        dict(
+            rank=rank,
+            world_size=RANKS,
+            store_addr="localhost",
+            store_port=1,
+            lighthouse_addr="http://localhost:1",
+            port=None,
+            timeout=WAIT,
+            quorum_timeout=WAIT,
+            connect_timeout=WAIT,
+            heartbeat_interval=timedelta(milliseconds=100),
+            quorum_retries=0,
+        )
     )
     return group.join_group(settings, "g", "host", start_server=lambda **given: server)
 

@@ -9,7 +9,9 @@ import urllib.request
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from tests.unit.waiting import wait_until
-from torchft._manager.lifetime import Life
+from torchft._manager.lifetime import Life, began, earlier, ended, life_of
 from torchft.checkpointing import HTTPTransport
 from torchft.coordination import LighthouseServer
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
@@ -89,38 +91,49 @@ def step(manager: Manager) -> None:
 # An earlier Manager of the same group
 
 
-def life(replica_id: str = "a", rank: int = 0, lighthouse: str = "http://l:1", store: str = "s:1") -> Life:
-    return Life(replica_id, rank, lighthouse, store, threading.current_thread())
+def life(replica_id: str = "a", rank: int = 0, lighthouse: str = "http://l:1", store: str = "s") -> Life:
+    settings: Any = SimpleNamespace(
+        group_rank=rank, lighthouse_addr=lighthouse, store_addr=store, store_port=1
+    )
+    return life_of(replica_id, settings)
 
 
 @pytest.mark.parametrize(
     ("earlier", "repeats"),
     [
         (life(), True),
-        (life(store="s:2"), True),  # the name decides: a script that starts again makes another store
+        (life(store="t"), True),  # the name decides: a script that starts again makes another store
         (life(replica_id="b"), False),
         (life(rank=1), False),
         (life(lighthouse="http://l:2"), False),
     ],
 )
 def test_a_group_is_the_same_by_its_name_rank_and_lighthouse(earlier: Life, repeats: bool) -> None:
-    assert life().repeats(earlier) is repeats
+    assert (life() == earlier) is repeats
 
 
 def test_groups_without_a_name_are_told_apart_by_their_stores() -> None:
-    assert life("").repeats(life(""))
-    assert not life("").repeats(life("", store="s:2"))
-    assert not life("").repeats(life("a"))
+    assert life("") == life("")
+    assert life("") != life("", store="t") and life("") != life("a")
 
 
 def test_only_the_same_thread_or_after_the_end_of_a_thread_replaces_a_manager() -> None:
-    idle, gate = threading.Thread(target=lambda: gate.wait()), threading.Event()
-    idle.start()
-    assert life().replaces(life())
-    assert not life().replaces(life()._replace(thread=idle))
+    manager, gate = MagicMock(), threading.Event()
+
+    def make() -> None:
+        began(manager, life())
+        gate.wait()
+
+    began(manager, life())
+    assert earlier(life()) == [manager]
+    maker = threading.Thread(target=make)
+    maker.start()
+    wait_until(lambda: earlier(life()) == [])
     gate.set()
-    idle.join()
-    assert life().replaces(life()._replace(thread=idle))
+    maker.join()
+    assert earlier(life()) == [manager]
+    ended(manager)
+    assert earlier(life()) == []
 
 
 def test_a_cell_that_runs_again_ends_its_earlier_manager(

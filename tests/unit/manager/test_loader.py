@@ -387,7 +387,7 @@ def test_with_a_loader_a_step_is_not_replayed_but_comes_again(
     sizes = dict(global_batch_size=4, micro_batch_size=2, data_rank=0, data_world_size=1)
     ElasticDataLoader(manager, list(range(10)), **sizes)
     assert manager._again.enabled is keeps
-    assert not manager._replayer.enabled
+    assert not manager._replay.enabled
 
 
 def test_a_second_loader_is_refused(fixture: Fixture) -> None:

@@ -404,7 +404,7 @@ def test_a_profile_shows_the_ranges_of_upstream(
         return record_function(name)
 
     # A profile shows only the ranges of its own thread.
-    monkeypatch.setattr("torchft._manager.observe.ranges.record_function", noted)
+    monkeypatch.setattr("torchft._manager.observe.own_time.record_function", noted)
     fixture.client._quorum.return_value = (
         healing(make_quorum) if heals else make_quorum(recover_dst_replica_ranks=[0])
     )

@@ -27,7 +27,7 @@ def test_the_manager_sends_each_field_of_the_request(
         requests.append(given)
         return QuorumRequest(**given)
 
-    monkeypatch.setattr("torchft.manager.QuorumRequest", request)
+    monkeypatch.setattr("torchft._manager.stepping.QuorumRequest", request)
     manager = fixture.manager()
     manager.start_quorum()
     manager.wait_quorum()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Callable, Optional
 
 import pytest
@@ -11,29 +10,32 @@ from torch.distributed import ReduceOp
 
 from tests.unit.manager.conftest import Fixture
 from tests.unit.manager.test_plan import plan, result
+from torchft._manager.step.errors import _peers_fault
 from torchft._manager.step.inputs import Inputs
-from torchft._manager.step.replay import MOST_REPLAYS, Attempt, peers_fault, why_not, why_recomputed
+from torchft._manager.step.replay import MOST_REPLAYS, Replay
 from torchft._torchft import QuorumResult
 from torchft.manager import Manager
 
-FINE = Attempt(replays=0, kept=3)
-
 
 @pytest.mark.parametrize(
-    ("attempt", "reason"),
+    ("replays", "kept", "refused", "reason"),
     [
-        (FINE, None),
-        (replace(FINE, replays=MOST_REPLAYS - 1), None),
-        (replace(FINE, replays=MOST_REPLAYS), f"it was reduced again {MOST_REPLAYS} times"),
-        (replace(FINE, kept=0), "nothing was reduced in it"),
-        (replace(FINE, refused="the loop raised"), "the loop raised"),
-        (replace(FINE, changed="clipped"), "clipped"),
-        # The first reason.
-        (replace(FINE, refused="the loop raised", changed="clipped", kept=0), "the loop raised"),
+        (0, 1, None, None),
+        (MOST_REPLAYS - 1, 1, None, None),
+        (MOST_REPLAYS, 1, None, f"it was reduced again {MOST_REPLAYS} times"),
+        (0, 0, None, "nothing was reduced in it"),
+        (0, 1, "the loop raised", "the loop raised"),
+        (MOST_REPLAYS, 0, "the loop raised", "the loop raised"),  # the first reason
     ],
 )
-def test_which_attempts_can_be_replayed(attempt: Attempt, reason: Optional[str]) -> None:
-    assert why_not(attempt) == reason
+def test_which_attempts_can_be_replayed(
+    replays: int, kept: int, refused: Optional[str], reason: Optional[str]
+) -> None:
+    inputs = Inputs([])
+    reduced(inputs, *(torch.ones(1) for _ in range(kept)))
+    if refused is not None:
+        inputs.refuse(refused)
+    assert Replay(True).why_not(inputs, replays) == reason
 
 
 @pytest.mark.parametrize(
@@ -45,12 +47,12 @@ def test_which_attempts_can_be_replayed(attempt: Attempt, reason: Optional[str])
     ],
 )
 def test_whether_a_quorum_permits_a_replay(quorum: dict[str, Any], reason: Optional[str]) -> None:
-    assert (why_recomputed(plan(result(**quorum))) or "").startswith(reason or "")
-    assert (why_recomputed(plan(result(**quorum))) is None) == (reason is None)
+    found = plan(result(**quorum)).why_recomputed
+    assert (found or "").startswith(reason or "") and (found is None) == (reason is None)
 
 
 def test_a_group_that_may_not_heal_does_not_replay_behind_the_others() -> None:
-    assert why_recomputed(plan(result(), allow_heal=False)) == "others are ahead, at step 20"
+    assert plan(result(), allow_heal=False).why_recomputed == "others are ahead, at step 20"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,7 @@ def test_a_group_that_may_not_heal_does_not_replay_behind_the_others() -> None:
     ],
 )
 def test_whose_fault_an_error_is(error: Exception, expected: bool) -> None:
-    assert peers_fault(error) is expected
+    assert _peers_fault(error) is expected
 
 
 def reduced(inputs: Inputs, *tensors: torch.Tensor) -> None:
@@ -167,7 +169,7 @@ def test_a_step_is_lost_after_so_many_replays(
     manager.register_commit_hook(
         lambda step, committed, participants: steps.append((step, committed, participants))
     )
-    manager._replayer.reduce_again = lambda *_: manager._errors.of_collective(RuntimeError("again"))  # type: ignore
+    manager._reduce_inputs = lambda _: manager._errors.of_collective(RuntimeError("again"))  # type: ignore
     lose(manager)
     assert not manager.should_commit()
     assert sent == [0, 1, 2, 3, 4, 5], "each attempt needs a new quorum"
@@ -180,7 +182,7 @@ def test_without_replay_a_rank_votes_once_and_keeps_nothing(fixture: Fixture) ->
     lose(manager)
     assert not manager.should_commit()
     assert fixture.votes() == [False]
-    assert manager._replayer.copies == []
+    assert manager._replay.copies == []
 
 
 def test_no_rank_replays_alone(fixture: Fixture, make_quorum: Callable[..., QuorumResult]) -> None:
@@ -234,8 +236,8 @@ def test_an_average_of_local_sgd_is_not_reduced_again(
 
 def test_the_environment_switches_it_on(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_REPLAY_FAILED_STEP", "1")
-    assert fixture.manager()._replayer.enabled
-    assert not fixture.manager(replay_failed_step=False)._replayer.enabled
+    assert fixture.manager()._replay.enabled
+    assert not fixture.manager(replay_failed_step=False)._replay.enabled
     monkeypatch.setenv("TORCHFT_REPLAY_FAILED_STEP", "yes")
     with pytest.raises(ValueError, match="TORCHFT_REPLAY_FAILED_STEP='yes': allowed are 0"):
         fixture.manager()

@@ -44,7 +44,7 @@ class Pending(dist._Work):
 def make(timeout: float = 30) -> tuple[_ManagedWork, Pending, Reports, torch.Tensor]:
     reports, pending, tensor = Reports(timeout), Pending(), torch.tensor([8.0])
     work = _ManagedWork(reports, pending, tensor)  # type: ignore[arg-type]
-    work.on_success(lambda: tensor.div_(2))
+    work.on_success = lambda: tensor.div_(2)
     return work, pending, reports, tensor
 
 
@@ -90,7 +90,7 @@ def test_future_of_a_collective_that_hangs_ends() -> None:
 
 def test_finish_that_fails_is_an_error_of_the_step() -> None:
     work, pending, reports, tensor = make()
-    work.on_success(lambda: tensor.div_(torch.ones(2)))  # wrong shape
+    work.on_success = lambda: tensor.div_(torch.ones(2))  # wrong shape
     pending.future.set_result(None)
     assert not work.wait()
     assert len(reports.errors) == 1

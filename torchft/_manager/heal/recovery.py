@@ -20,8 +20,8 @@ import torch
 from torchft._manager.heal import hyperparameters
 from torchft._manager.heal.in_passing import Fetch, StillHealing
 from torchft._manager.heal.state import UserState
+from torchft._manager.observe.own_time import ranged
 from torchft._manager.observe.phases import Phases, tensor_bytes
-from torchft._manager.observe.ranges import ranged
 from torchft._manager.quorum.plan import HealSource, Plan
 from torchft._manager.rank import Position
 from torchft._manager.settings import HealMode

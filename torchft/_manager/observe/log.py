@@ -45,7 +45,6 @@ class _ManagerLogger:
     Args:
         manager: has the step and quorum of the rank; the argument's name is upstream's. A Manager passes its
             ``RankState``.
-        replica_id, group_rank: the identity of this rank.
         report: sends a report to the manager server, given its kind and fields (``GroupServer.report``);
             None: there is none.
     """
@@ -62,6 +61,7 @@ class _ManagerLogger:
         self.replica_id = replica_id
         self._group_rank = group_rank
         self.reports = report is not None
+        self.commits = _events["commits"]
         self._report = report or (lambda *_, **__: None)
         export_events()
 

@@ -1,11 +1,11 @@
-"""The time that a rank works in a step without waiting for others, so that the lighthouse finds stragglers
-(go/quorum/stragglers.go).
+"""The time of a rank in a step: its ranges in PyTorch's profiler, and how long it works without waiting for
+others, so that the lighthouse finds stragglers (go/quorum/stragglers.go).
 
-It is the time from the end of a step to the first reduction of the next one: the optimizer, the data, the
-forward pass, and the backward pass up to the first gradients that are reduced. No other group is waited for
-in it while the quorum stands. A host that is slow is slow in this part, too. On a device it is the time
-between two events. A rank that computes a larger or smaller part of the batch than others reports the time
-of the usual part.
+The latter is the time from the end of a step to the first reduction of the next one: the optimizer, the data,
+the forward pass, and the backward pass up to the first gradients that are reduced. No other group is waited
+for in it while the quorum stands. A host that is slow is slow in this part, too. On a device it is the time
+between two events. A rank that computes a larger or smaller part of the batch than others reports the time of
+the usual part.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Optional
+from functools import wraps
+from typing import Any, Optional, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 # The shortest time between two reports, and between two looks at the host, in seconds.
 _REPORT_SEC, _LOOK_SEC = 0.5, 10.0
@@ -25,6 +28,27 @@ _REPORT_SEC, _LOOK_SEC = 0.5, 10.0
 _MOST = 100
 # Why NVML lowers the clock of a device, by bits of its mask.
 _THROTTLED = {0x4: "power", 0x8: "hardware", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def ranged(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Shows calls of a function in the profiler as `torchft::manager::{name}`, as upstream
+    does, at the cost of one more Python call.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def in_range(*args: P.args, **kwargs: P.kwargs) -> T:
+            if not profiler._is_profiler_enabled:
+                return function(*args, **kwargs)
+            with record_function(f"torchft::manager::{name}"):
+                return function(*args, **kwargs)
+
+        return in_range
+
+    return decorate
 
 
 class OwnTime:
@@ -54,7 +78,7 @@ class OwnTime:
         self._pending = False
 
     def begins(self) -> None:
-        """A step has ended."""
+        """A step has ended, and the next one begins."""
         if self._report is None:
             return
         now = time.monotonic()

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Optional
 
 import torch
 import torch.utils._pytree as pytree
-
-if TYPE_CHECKING:
-    from torchft._manager.rank import RankState
 
 # In order: wait for a quorum, connect the process group with its peers, transfer the state, load it.
 NAMES = ("quorum", "reconfigure", "transfer", "load")
@@ -54,8 +50,9 @@ def tensor_bytes(state: object) -> int:
 
 
 class Incident:
-    """A failure. Its phases follow one another without a gap; the times of one that occurs several times are
-    added up.
+    """What a failure costs, from the first error to the next commit. Further errors until then belong to it.
+
+    Its phases follow one another without a gap; the times of one that occurs several times are added up.
 
     Args:
         cause: the error that was noticed, as text.
@@ -78,55 +75,15 @@ class Incident:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
 
+    def step_ended(self, committed: bool, kept: bool = False) -> None:
+        """Ends a phase with the vote on a step. `kept`: it comes again with the gradients of this group."""
+        self.ended("next step" if committed else "vote")
+        if not committed and not kept:
+            self.steps_lost += 1
+
     def __str__(self) -> str:
         phases = ", ".join(f"{phase} {1000 * seconds:.0f} ms" for phase, seconds in self.seconds.items())
         return (
             f"after a failure in step {self.step} of quorum {self.quorum_id} ({self.cause}) the next commit "
             f"came in {1000 * sum(self.seconds.values()):.0f} ms ({phases}); {self.steps_lost} lost"
         )
-
-
-class Incidents:
-    """Measures one incident at a time, from an error to the next commit. Further errors until then are part
-    of it.
-
-    Args:
-        rank_state: the step and quorum of the rank.
-        over: called with an incident when it has ended.
-
-    Attributes:
-        incident: the one in progress; None: there is none.
-    """
-
-    def __init__(self, rank_state: RankState, over: Callable[[Incident], None]) -> None:
-        self._rank_state = rank_state
-        self._over = over
-        self.incident: Optional[Incident] = None
-
-    def noticed(self, cause: Exception) -> None:
-        """An error was noticed, on any thread."""
-        if self.incident is None:
-            self.incident = Incident(str(cause), self._rank_state.step, self._rank_state.quorum_id)
-
-    def ended(self, phase: str) -> None:
-        """A phase of the incident has ended, on any thread."""
-        incident = self.incident  # read once: the training thread may end it
-        if incident is not None:
-            incident.ended(phase)
-
-    def step_ended(self, committed: bool, kept: bool = False) -> None:
-        """The vote on a step has ended. A committed step ends the incident.
-
-        Args:
-            committed: whether it was committed.
-            kept: whether it comes again with the gradients of this group.
-        """
-        incident = self.incident
-        if incident is None:
-            return
-        incident.ended("next step" if committed else "vote")
-        if committed:
-            self._over(incident)
-            self.incident = None
-        elif not kept:
-            incident.steps_lost += 1

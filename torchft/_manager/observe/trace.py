@@ -12,12 +12,7 @@ from torchft._manager.observe.exporters import otel_for
 
 
 class StepTrace:
-    """Makes a trace of each step, from its quorum request to the decision on it.
-
-    Args:
-        tracer: OpenTelemetry's.
-        replica_id, group_rank: identity of the rank.
-    """
+    """Makes a trace of each step, from its quorum request to the decision on it."""
 
     def __init__(self, tracer: Any, replica_id: str, group_rank: int) -> None:
         self._tracer = tracer
@@ -42,10 +37,9 @@ class StepTrace:
 
         Args:
             number: step number; if this rank healed, the step that it healed to.
-            quorum_id: id of the quorum; -1 if the rank did not learn it.
+            quorum_id: -1 if the rank did not learn it.
             groups: number of groups whose gradients counted.
-            committed: whether the step was committed.
-            error: why it was not.
+            committed, error: whether the step was committed, and why not.
         """
         span, self._span = self._span, None
         if span is None:

@@ -34,14 +34,8 @@ def join_group(
     hostname: str,
     start_server: Callable[..., ManagerServer],
 ) -> Group:
-    """Starts the manager server on rank 0, and waits until its address is known.
-
-    Args:
-        settings: the settings of this rank.
-        replica_id: the name given to the group.
-        hostname: host name under which the server is announced. If it is this machine's own name,
-            ``torchft.addresses`` chooses the address.
-        start_server: makes the server.
+    """Starts the manager server on rank 0, and waits until its address is known. If `hostname` is this
+    machine's own name, ``torchft.addresses`` chooses the address under which the server is announced.
     """
     # The lighthouse's address is checked before the store is opened, which may take long.
     lighthouse_addr = settings.require_lighthouse() if settings.group_rank == 0 else ""

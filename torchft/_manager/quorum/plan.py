@@ -44,7 +44,7 @@ class Plan:
     participants: int  # an average is divided by it
     num_up_to_date: int  # groups at max_step
     up_to_date: bool  # at max_step, before any heal
-    # Whether this quorum replays a step that failed, here or in another group at max_step: see replay.py
+    # Whether this quorum replays a step that failed, here or in another group at max_step
     replay: bool
     source: Optional[HealSource]  # the assigned source; None if this group does not heal
     additional_sources: list[str]  # manager servers of further groups that offer the same step
@@ -97,6 +97,19 @@ class Plan:
     def without_upstream(self) -> bool:
         """Whether no group is upstream's: those do not announce that they wait for heals."""
         return len(self.handles) == self.replica_world_size and all_announce(self.handles, HEALS)
+
+    @cached_property
+    def why_recomputed(self) -> Optional[str]:
+        """Why the kept gradients of a failed step cannot be used; None if they are reduced again."""
+        if self.replay:
+            return None
+        if self.heal:
+            return f"others are ahead, at step {self.max_step}, and this group takes over their state"
+        if not self.up_to_date:
+            return f"others are ahead, at step {self.max_step}"
+        return (
+            "not all groups replay steps (replay_failed_step), or this is the first step of a job (init_sync)"
+        )
 
     @cached_property
     def snapshot_steps(self) -> int:

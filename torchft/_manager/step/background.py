@@ -16,7 +16,7 @@ from typing import Any, Optional
 import torch
 from torch.utils import _pytree
 
-from torchft._manager.observe.ranges import ranged
+from torchft._manager.observe.own_time import ranged
 from torchft.utils import DeviceEvent, current_device, free_stream, get_stream_context, poll, use_device
 
 
@@ -68,14 +68,8 @@ class Background:
 
     @ranged("should_commit::recovery_stream::synchronize")
     def join(self, timeout: timedelta, state: object = None) -> None:
-        """Blocks the host until the device has finished the work queued on this stream.
-
-        Args:
-            state: a state made on this stream. Its memory is not reused before the current stream is done
-                with it.
-
-        Raises:
-            TimeoutError: it has not finished within the timeout.
+        """Blocks the host until the device has finished the work queued on this stream, else TimeoutError.
+        `state`: made on this stream; its memory is not reused before the current stream is done with it.
         """
         if not self._used or self._stream is None:
             return

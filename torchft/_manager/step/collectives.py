@@ -49,13 +49,7 @@ def check_reducible(tensor: torch.Tensor, reduce_op: AnyReduceOp, should_quantiz
 
 
 class Collectives:
-    """The collectives of one step.
-
-    Args:
-        abort: aborts the process group.
-        report: called with the error of a failed collective and with this object.
-        backlog: keeps the collectives that the backend has not ended after an abort.
-        rank_state: holds the rank's current step, and the timeout of its collectives.
+    """The collectives of one step. `report`: called with the error of a failed one and with this object.
 
     Attributes:
         usable: whether the step may run further collectives. True also after a failed heal: the step is then
@@ -94,13 +88,11 @@ class Collectives:
         return self._rank_state.timeout
 
     def add(self, work: _ManagedWork) -> None:
-        """Adds a collective that has begun."""
         self._flights[self._begun] = work
-        work.belongs_to(self._flights, self._begun)
+        work.flights, work.number = self._flights, self._begun
         self._begun += 1
 
     def report_error(self, e: Exception) -> None:
-        """Reports that a collective of this step failed."""
         self._report(e, self)
 
     def running(self) -> Optional[int]:
@@ -143,13 +135,10 @@ class Collectives:
     def end(self, timeout: timedelta) -> bool:
         """Does the same as :meth:`wait`, then waits until devices have finished, and after an abort until the
         backend has ended the operations that were in flight: before that they may write into memory that the
-        next step uses.
+        next step uses. Returns False if one has still not ended.
 
         Args:
             timeout: limit for the devices; when it expires, the process group is aborted.
-
-        Returns:
-            False if an operation has still not ended.
         """
         self.wait()
         marks = [flight for flight in self._flights.values() if isinstance(flight, DeviceEvent)]
@@ -205,7 +194,6 @@ class Backlog:
         self._left: list[_ManagedWork] = []
 
     def add(self, left: list[_ManagedWork]) -> None:
-        """Adds collectives that outlast their step."""
         if self._at_once is not None:
             self._left += left
 

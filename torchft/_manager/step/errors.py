@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Optional, TypeVar
 
 import torch
 
+from torchft._manager.observe.phases import Incident
 from torchft._manager.step.failures import PeerFailed
-from torchft._manager.step.replay import peers_fault
 
 if TYPE_CHECKING:
     from torchft._manager.edge import GroupServer
     from torchft._manager.observe.log import _ManagerLogger
-    from torchft._manager.observe.phases import Incidents
+    from torchft._manager.rank import RankState
     from torchft._manager.step.collectives import Collectives
     from torchft._manager.step.step import Step
 
@@ -36,24 +36,21 @@ class Errors:
     """Handles the errors of a rank's steps, on any thread. After an error the group does not commit the step.
 
     Args:
-        incidents: measures what the error costs.
         server: gets the report of a failed collective.
 
     Attributes:
         step: the step in progress; set before the first error.
+        incident: measures what an error costs, until the next commit; None: there was none.
     """
 
     step: Step
+    incident: Optional[Incident] = None
 
     def __init__(
-        self,
-        replica_id: str,
-        incidents: Incidents,
-        server: GroupServer,
-        logger: _ManagerLogger,
+        self, replica_id: str, rank_state: RankState, server: GroupServer, logger: _ManagerLogger
     ) -> None:
         self._replica_id = replica_id
-        self._incidents = incidents
+        self._rank_state = rank_state
         self._server = server
         self._logger = logger
 
@@ -62,8 +59,15 @@ class Errors:
         this rank in them. `step`: step of the error; default: the step in progress.
         """
         (step or self.step).failed(e)
-        self._incidents.noticed(e)
+        if self.incident is None:
+            self.incident = Incident(str(e), self._rank_state.step, self._rank_state.quorum_id)
         self._logger.error_event(e)
+
+    def phase_ended(self, phase: str) -> None:
+        """A phase of the incident has ended, on any thread."""
+        incident = self.incident  # read once: the training thread may end it
+        if incident is not None:
+            incident.ended(phase)
 
     def lose(self, e: Exception, step: Optional[Step] = None) -> None:
         """Keeps an error while no peer waits for this rank. The step's further collectives are skipped."""
@@ -80,7 +84,7 @@ class Errors:
         step.inputs.refuse(f"the training loop reported an error: {e}")
         self.lose(e, step)
         step.abort()
-        self._incidents.ended("abort")
+        self.phase_ended("abort")
 
     def recurring(self, e: Exception, reason: str) -> None:
         """Keeps an error while no peer waits for this rank. It would recur in a replay: ``reason``."""
@@ -107,7 +111,7 @@ class Errors:
         if of is not None and of is not step.collectives:
             self._logger.warn(f"a collective of an earlier step failed: {e!r}")
             return
-        if not peers_fault(e):
+        if not _peers_fault(e):
             step.inputs.refuse(f"a collective cannot be done: {e!r}")
         elif not step.collectives.aborted and not isinstance(e, PeerFailed) and step.plan:
             self._server.suspect(step.plan.quorum_id, [i for i in step.peers if i != self._replica_id])
@@ -126,7 +130,7 @@ class Errors:
     def _end_collectives(self, e: Exception, step: Step) -> None:
         self.lose(e, step)
         step.collectives.abort()
-        self._incidents.ended("abort")
+        self.phase_ended("abort")
 
     def swallow(self, future: torch.futures.Future[T], default: T) -> torch.futures.Future[T]:
         """Returns a future that has the value ``default`` if the given one fails.
@@ -146,3 +150,8 @@ class Errors:
                 return default
 
         return future.then(value_or_default)
+
+
+def _peers_fault(error: Exception) -> bool:
+    """Whether an error of a collective can be due to its peers; others would recur in a replay."""
+    return isinstance(error, (RuntimeError, OSError, EOFError)) and not isinstance(error, NotImplementedError)

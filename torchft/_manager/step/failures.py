@@ -44,13 +44,8 @@ class Failures:
     """The failures that the lighthouse reported for the quorum of this rank. A failure ends the collectives,
     or the connecting, that would wait for the failed member.
 
-    Args:
-        enabled: whether failures end anything (``enable_error_bus``).
-        rank_state: the step in progress, and what the rank does.
-        errors: has the step in progress, and takes the error that a failure is for running collectives.
-        background: the device of the training thread, and its transfers of a state.
-
     Attributes:
+        enabled: whether failures end anything (``enable_error_bus``).
         known: the failed members by quorum, for this quorum and later ones: a notice may arrive before its
             quorum does.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Optional
 
 import torch
@@ -11,28 +12,19 @@ import torch
 from torchft.work import AnyReduceOp
 
 
+@dataclass
 class Kept:
     """A copy of one tensor that is reduced in place, made before the reduction."""
 
-    __slots__ = ("copy", "reduce_op", "should_quantize", "tensor", "version")
-
-    def __init__(
-        self, tensor: torch.Tensor, copy: torch.Tensor, reduce_op: AnyReduceOp, should_quantize: bool
-    ) -> None:
-        self.tensor = tensor
-        self.copy = copy
-        self.reduce_op = reduce_op
-        self.should_quantize = should_quantize
-        self.version: Optional[int] = None
+    tensor: torch.Tensor
+    copy: torch.Tensor
+    reduce_op: AnyReduceOp
+    should_quantize: bool
+    version: Optional[int] = None
 
     def settle(self) -> None:
         """Notes the tensor's version after the reduction: a different one later means a changed result."""
         self.version = _version(self.tensor)
-
-    def restore(self) -> None:
-        """Copies the input back into the tensor."""
-        with torch.no_grad():
-            self.tensor.copy_(self.copy)
 
 
 class Inputs:
@@ -111,8 +103,9 @@ class Inputs:
 
     def restore(self) -> list[Kept]:
         """Copies all inputs back into their tensors, and returns them in the order of the reductions."""
-        for kept in self._kept:
-            kept.restore()
+        with torch.no_grad():
+            for kept in self._kept:
+                kept.tensor.copy_(kept.copy)
         return self._kept
 
     def settle(self) -> None:

@@ -1,4 +1,4 @@
-"""One step of one rank: its data, and its states.
+"""One step of one rank: its data, and how it ends.
 
 ``start_quorum`` and each attempt of a replay create a :class:`Step`. The Manager keeps it until the next one
 begins: until then the training loop may query its outcome, and reduce other tensors, such as a loss for the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from enum import Enum
@@ -26,88 +26,12 @@ if TYPE_CHECKING:
     from torchft._manager.step.collectives import Collectives
 
 
-class StepState(Enum):
-    """The states of a step."""
+class StepOutcome(Enum):
+    """How a step ended."""
 
-    UNASKED = "was not begun"  # the placeholder before the first step
-    ASKED = "waits for its quorum"
-    TRAINING = "is in its quorum, with weights of its own"
-    HEALING = "is in its quorum, and has not loaded a peer's state yet"
-    HEALED = "has loaded a peer's state"
-    FAILED = "has had an error"
-    VOTED_YES = "has this rank's yes"
-    VOTED_NO = "has this rank's no"
-    COMMITTED = "is committed"
-    LOST = "is lost"
-    DROPPED = "was dropped for the next one"
-
-    __hash__ = object.__hash__  # Enum's own is written in Python, and would cost 2 µs per step
-
-
-class Event(Enum):
-    """The events of a step, on any thread."""
-
-    QUORUM = "get a quorum in which it does not heal"
-    BEHIND = "get a quorum in which it heals"
-    LOADED = "load a peer's state"
-    JOINED = "take part after a heal"  # the heal ended before the step began
-    ERROR = "have an error"
-    YES = "get this rank's yes"
-    NO = "get this rank's no"
-    COMMIT = "be committed"
-    LOSE = "be lost"
-    DROP = "be dropped for the next one"
-
-    __hash__ = object.__hash__
-
-
-_RUNNING = (StepState.ASKED, StepState.TRAINING, StepState.HEALING, StepState.HEALED, StepState.FAILED)
-_VOTED = (StepState.VOTED_YES, StepState.VOTED_NO)
-_DECIDED = (StepState.COMMITTED, StepState.LOST)
-
-
-def _each(
-    states: Iterable[StepState], event: Event, to: Optional[StepState] = None
-) -> dict[tuple[StepState, Event], StepState]:
-    return {(state, event): to or state for state in states}
-
-
-# The next state by state and event. Any other combination is a bug of this package or of the manager server.
-TRANSITIONS: dict[tuple[StepState, Event], StepState] = {
-    # The quorum arrives, once.
-    (StepState.ASKED, Event.QUORUM): StepState.TRAINING,
-    (StepState.ASKED, Event.BEHIND): StepState.HEALING,
-    (StepState.FAILED, Event.QUORUM): StepState.FAILED,
-    (StepState.FAILED, Event.BEHIND): StepState.FAILED,
-    # A heal. A state that has arrived is loaded even if the step has failed, because the next step needs it.
-    (StepState.HEALING, Event.LOADED): StepState.HEALED,
-    (StepState.FAILED, Event.LOADED): StepState.FAILED,
-    (StepState.HEALED, Event.JOINED): StepState.TRAINING,
-    (StepState.FAILED, Event.JOINED): StepState.FAILED,
-    # Errors. One after this rank's vote changes nothing.
-    **_each(_RUNNING, Event.ERROR, StepState.FAILED),
-    **_each((StepState.UNASKED, *_VOTED, *_DECIDED, StepState.DROPPED), Event.ERROR),
-    # This rank's vote: never yes after an error, or before a peer's state is loaded.
-    **_each((StepState.TRAINING, StepState.HEALED), Event.YES, StepState.VOTED_YES),
-    **_each((StepState.TRAINING, StepState.HEALED, StepState.FAILED), Event.NO, StepState.VOTED_NO),
-    # The group's decision. torchft's own manager server never commits a step that a rank voted against
-    # (edge.py checks this); the decision of another server is followed, as in upstream.
-    **_each(_VOTED, Event.COMMIT, StepState.COMMITTED),
-    **_each(_VOTED, Event.LOSE, StepState.LOST),
-    # An unanswered vote is repeated. After a decision the group votes on the next step, in the same quorum.
-    **_each((StepState.VOTED_YES, *_DECIDED), Event.YES, StepState.VOTED_YES),
-    **_each((*_VOTED, *_DECIDED), Event.NO, StepState.VOTED_NO),
-    # A second quorum request: an undecided step is dropped.
-    **_each((*_RUNNING, *_VOTED), Event.DROP, StepState.DROPPED),
-}
-
-
-def after(state: StepState, event: Event) -> StepState:
-    """Returns the state that an event leads to. RuntimeError: the event is not allowed in this state."""
-    try:
-        return TRANSITIONS[state, event]
-    except KeyError:
-        raise RuntimeError(f"a step that {state.value} cannot {event.value}") from None
+    COMMITTED = "committed"
+    LOST = "lost"
+    DROPPED = "dropped for the next one, before the group decided on it"
 
 
 class StepRequest(NamedTuple):
@@ -131,7 +55,6 @@ class Step:
         copies: buffers for copies of what the collectives reduce.
         attempted: the attempt before, whose inputs and optimizers it shares; None: it is the first one.
         plan: the plan of the previous step; None if there was none.
-        state: the initial state.
 
     Attributes:
         plan: the plan of its quorum; until the quorum is known, the plan of the previous step.
@@ -143,6 +66,7 @@ class Step:
         thread: the training thread.
         healing: whether this group contributes zeros, because it heals.
         error: the first error; None if there is none.
+        outcome: how it ended; None: it has not.
         deferred: the plan whose transfers the training thread has to begin when it waits for the quorum,
             because the user's functions run on no other thread; None: there are none.
         sharing: the optimizers that step in it.
@@ -165,7 +89,6 @@ class Step:
         collectives: Collectives,
         copies: list[torch.Tensor],
         plan: Optional[Plan],
-        state: StepState = StepState.ASKED,
         attempted: Optional[Step] = None,
     ) -> None:
         self.request = request
@@ -173,23 +96,19 @@ class Step:
         self._copies = copies
         self.kept: Optional[Inputs] = None if attempted is None else attempted.inputs
         self._take(plan)
-        self.state = state
         self.began = time.monotonic()
         self.thread = threading.get_ident()
         self.healing = False
+        self._has_state = True  # False: a heal has not loaded a peer's state yet
         self.sharing = SharedStep() if attempted is None else attempted.sharing
         self.error: Optional[ExceptionWithTraceback] = None
         self._enough = True
+        self._voted = False
+        self.outcome: Optional[StepOutcome] = None
+        # An error may come on any thread, and counts if this rank has not voted yet.
         self._lock = threading.Lock()
         # Each is set before the other is read: whichever comes second aborts.
         self._connected = self._aborts = False
-
-    @property
-    def outcome(self) -> tuple[int, int, bool, Optional[Exception]]:
-        """How it ended: quorum id (-1: none), number of participants, whether committed, its error."""
-        quorum_id = -1 if self.plan is None else self.plan.quorum_id
-        error = None if self.error is None else self.error.original_exception
-        return quorum_id, self.participants, self.committed, error
 
     @property
     def served(self) -> Future[dict[str, Any]]:
@@ -212,15 +131,11 @@ class Step:
         if self.kept is not None:
             self.kept.forget()
 
-    def _on(self, event: Event) -> None:
-        with self._lock:
-            self.state = after(self.state, event)
-
     def follow(self, plan: Plan) -> None:
         """Takes over the plan of its quorum."""
         self._take(plan)
         self.healing = plan.heal
-        self._on(Event.BEHIND if plan.heal else Event.QUORUM)
+        self._has_state = not plan.heal
 
     def _take(self, plan: Optional[Plan]) -> None:
         self.plan = plan
@@ -230,19 +145,17 @@ class Step:
 
     def loaded(self) -> None:
         """Records that a peer's state was loaded."""
-        self._on(Event.LOADED)
+        self._has_state = True
 
     def joined(self) -> None:
         """Lets this group's gradients count: the state was loaded before the step began."""
         self.healing = False
-        self._on(Event.JOINED)
 
     def failed(self, error: Exception) -> None:
         """Makes this group vote against the step. The first error is kept as the cause."""
         with self._lock:
             if self.error is None:
                 self.error = ExceptionWithTraceback(error)
-            self.state = after(self.state, Event.ERROR)
 
     @property
     def known_error(self) -> Optional[ExceptionWithTraceback]:
@@ -251,13 +164,8 @@ class Step:
 
     @known_error.setter
     def known_error(self, error: Optional[ExceptionWithTraceback]) -> None:
-        with self._lock:
-            self.error = error
-            self.collectives.usable = error is None
-            if error is not None:
-                self.state = after(self.state, Event.ERROR)
-            elif self.state is StepState.FAILED:
-                self.state = StepState.TRAINING
+        self.error = error
+        self.collectives.usable = error is None
 
     def connected(self) -> None:
         """Allows aborts: the process group is connected with the peers of this step."""
@@ -271,37 +179,42 @@ class Step:
         connecting. Does nothing after this rank's vote, since the next step may keep the connection.
         """
         with self._lock:
-            self._aborts = self.state is StepState.FAILED
+            self._aborts = self.error is not None and not self._voted and self.undecided
         if self._aborts and self._connected:
             self.collectives.abort()
 
     def vote(self, least: int) -> bool:
-        """Returns this rank's vote. An error that comes later does not change it; if the vote is repeated,
-        this rank then votes no. `least`: minimum number of participants.
+        """Returns this rank's vote: never yes after an error, or before a peer's state is loaded. An error
+        that comes later does not change it; if the vote is repeated, because it was not answered, this rank
+        then votes no. After a decision the vote is on the next step, in the same quorum.
+
+        Args:
+            least: minimum number of participants.
         """
         with self._lock:
+            self._voted, self.outcome = True, None
             self._enough = self.participants >= least
-            yes = self._enough and self.error is None
-            self.state = after(self.state, Event.YES if yes else Event.NO)
-            return yes
+            return self._enough and self.error is None and self._has_state
 
     def decided(self, committed: bool) -> None:
-        """Records the decision of the group."""
-        self._on(Event.COMMIT if committed else Event.LOSE)
+        """Records the decision of the group. torchft's own manager server never commits a step that a rank
+        voted against (edge.py checks this); the decision of another server is followed, as in upstream.
+        """
+        self.outcome = StepOutcome.COMMITTED if committed else StepOutcome.LOST
 
     def dropped(self) -> None:
         """Ends a step on which the group has not decided when the next one begins."""
-        self._on(Event.DROP)
+        self.outcome = StepOutcome.DROPPED
 
     @property
     def undecided(self) -> bool:
-        """Whether the step has begun and the group has not decided on it."""
-        return self.state in _RUNNING or self.state in _VOTED
+        """Whether the group has not decided on it."""
+        return self.outcome is None
 
     @property
     def committed(self) -> bool:
         """Whether the group has decided to commit it."""
-        return self.state is StepState.COMMITTED
+        return self.outcome is StepOutcome.COMMITTED
 
     @property
     def refused_by_rank(self) -> bool:
@@ -322,3 +235,11 @@ class Step:
             if self.refused_by_rank
             else "too few groups took part"
         )
+
+
+def not_begun(call: str) -> str:
+    """The error of a call that belongs to a step, where none has begun."""
+    return (
+        f"{call}: no step has begun, start_quorum must be called before it; the zero_grad of an optimizer in "
+        "torchft.optim.OptimizerWrapper calls it, that of the optimizer inside does not"
+    )

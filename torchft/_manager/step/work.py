@@ -86,6 +86,13 @@ class _ManagedWork(dist._Work):
             passes the collectives of its step.
         work: the process group's work.
         value: the future's value; after a failure, with its content at that time.
+
+    Attributes, to be set before the first wait:
+        on_success: called once with the result of a successful collective.
+        on_end: called once with the final value, after success or failure.
+        flights: the table in which this collective is listed. Its entry is removed when the collective has
+            succeeded, or replaced by a mark when only the device has to finish.
+        number: of the entry.
     """
 
     def __init__(self, manager: _Reported, work: dist._Work, value: object) -> None:
@@ -95,36 +102,22 @@ class _ManagedWork(dist._Work):
         self._work = work
         self._kind = work_kind(work)
         self._value = value
-        self._on_success: Optional[Callable[[], object]] = None
-        self._on_end: Optional[Callable[[], object]] = None
+        self.on_success: Optional[Callable[[], object]] = None
+        self.on_end: Optional[Callable[[], object]] = None
+        self.flights: Optional[dict[int, Union[_ManagedWork, DeviceEvent]]] = None
+        self.number = 0
         # Reentrant: a failure aborts the process group, which may complete this future in the same call.
         self._lock = threading.RLock()
         self._succeeded: Optional[bool] = None  # None until it has ended
         self._mark: Optional[DeviceEvent] = (
             None  # on a device: reached when the collective has ended and its value is final
         )
-        self._flights: Optional[dict[int, Union[_ManagedWork, DeviceEvent]]] = None
-        self._number = 0
         self._on_cpu = type(value) is torch.Tensor and value.is_cpu
         self._future: Optional[_ManagedFuture[object]] = None
         self._open: Optional[_ManagedFuture[object]] = None  # the same, until a thread completes it
         self._timed = False  # whether the future is completed without a wait, too
         self._asked = False  # whether the process group's future was requested
         self._ended: Optional[torch.futures.Future[Any]] = None
-
-    def on_success(self, finish: Callable[[], object]) -> None:
-        """Sets what is called once with the result of a successful collective; before the first wait."""
-        self._on_success = finish
-
-    def on_end(self, notice: Callable[[], object]) -> None:
-        """Sets what is called once with the final value, after success or failure; before the first wait."""
-        self._on_end = notice
-
-    def belongs_to(self, flights: dict[int, Union[_ManagedWork, DeviceEvent]], number: int) -> None:
-        """Sets the table in which this collective is listed. Its entry is removed when the collective has
-        succeeded, or replaced by a mark when only the device has to finish. Call it before the first wait.
-        """
-        self._flights, self._number = flights, number
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
         """Waits until the value is final, which the process group's work decides. On a device, makes the
@@ -274,22 +267,22 @@ class _ManagedWork(dist._Work):
             # Under the lock: a thread that sees the outcome may rely on the Manager having the error.
             if error is not None:
                 self._report(error)
-            if self._on_end is not None:
-                self._on_end()
+            if self.on_end is not None:
+                self.on_end()
             self._succeeded = error is None
-            flights = self._flights
+            flights = self.flights
             if flights is not None and error is None:
                 if self._mark is None:
-                    flights.pop(self._number, None)
+                    flights.pop(self.number, None)
                 else:
-                    flights[self._number] = self._mark
+                    flights[self.number] = self._mark
             return self._succeeded
 
     def _finish(self) -> Optional[Exception]:
         """Finishes the value. On a device this is queued behind the collective, with a mark behind it."""
         try:
-            if self._on_success is not None:
-                self._on_success()
+            if self.on_success is not None:
+                self.on_success()
             if devices := self._devices():
                 self._mark = DeviceEvent(devices)
         except Exception as e:

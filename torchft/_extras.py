@@ -14,7 +14,7 @@ import torch
 
 
 class Extras:
-    """The extras for a stand-in of a Manager: most do nothing. A Manager has ``_manager/extras.py``."""
+    """The extras for a stand-in of a Manager: most do nothing. A Manager has ``OwnExtras``."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -43,7 +43,9 @@ class Extras:
         return never
 
     def register_check(self, check: Callable[[], None]) -> None:
-        """Registers what raises if gradients of this step were not reduced; it is then not committed."""
+        """Registers what raises if gradients of this step were not reduced, so that it is not committed. A
+        method keeps no object alive.
+        """
 
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Registers parameters and optimizer state that have the same bits in all groups: they are compared,

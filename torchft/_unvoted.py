@@ -10,29 +10,22 @@ import sys
 import threading
 import weakref
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-
-class Reducing(Protocol):
-    """A model that reduces its gradients through a Manager."""
-
-    def _awaits_commit(self) -> bool:
-        """Whether its gradients were reduced in the Manager's step, and that step is not committed."""
-        ...
-
-    def parameters(self) -> Any: ...
-
 
 _lock = threading.Lock()
 # None before the first model. Replaced, never changed: optimizers of other threads read it.
 _models: tuple[weakref.ref[Any], ...] | None = None
 
 
-def watch(model: Reducing) -> None:
-    """Makes the optimizers of this process refuse to change this model's parameters before a commit."""
+def watch(model: Any) -> None:
+    """Makes the optimizers of this process refuse to change this model's parameters before a commit.
+
+    Its ``_awaits_commit()`` tells whether its gradients were reduced in the Manager's step, and that step is
+    not committed.
+    """
     global _models
     with _lock:
         if _models is None:

@@ -32,7 +32,7 @@ class WrappedOptimizer(Copyable, Optimizer):
         optim: the optimizer to wrap.
     """
 
-    _lost = False  # whether the last call of `step` applied nothing, because the step was not committed
+    _lost = False  # set by a call of `step` that applied nothing, because the step was not committed
 
     def __init__(self, optim: Optimizer) -> None:
         # Optimizer.__init__ is not called: the wrapped one owns the parameters and runs the hooks

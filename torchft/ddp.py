@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Callable, Deque, Dict, Iterator, List, Optional
+from typing import TYPE_CHECKING, Any, Deque, Dict, Iterator, List, Optional
 
 import torch
 import torch.distributed as dist
@@ -106,7 +106,8 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
         ignored = set(self.parameters_to_ignore)
         self._extras.check_sparse([name for name in _with_sparse_gradients(module) if name not in ignored])
         self._register_hook()
-        self._extras.register_check(_finished(weakref.ref(self)))
+        # PyTorch does so in the next forward pass, which is too late for this step.
+        self._extras.register_check(self._check_reducer_finalized)
         self._extras.register_parameters(
             lambda: [p for p in module.named_parameters() if p[0] not in ignored]
         )
@@ -212,19 +213,6 @@ def _with_sparse_gradients(model: nn.Module) -> List[str]:
         and module.sparse
         and module.weight.requires_grad
     ]
-
-
-def _finished(ref: "weakref.ref[DistributedDataParallel]") -> Callable[[], None]:
-    """Raises an error if gradients of the backward pass are missing in its reductions. PyTorch does so in the
-    next forward pass, which is too late for this step.
-    """
-
-    def check() -> None:
-        ddp = ref()
-        if ddp is not None:
-            ddp._check_reducer_finalized()
-
-    return check
 
 
 class PureDistributedDataParallel(Copyable, nn.Module):

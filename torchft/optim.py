@@ -68,5 +68,7 @@ class OptimizerWrapper(WrappedOptimizer):
                 f"closure={closure!r}: step() takes none, optimizers that call a closure are not supported: "
                 "the groups agree on a step before it is applied, and a closure would compute it again"
             )
-        self._lost = not (makes_state(sys._getframe(1)) or self._extras.end(self.optim))
-        return None if self._lost else self.optim.step(**kwargs)
+        if makes_state(sys._getframe(1)) or self._extras.end(self.optim):
+            return self.optim.step(**kwargs)
+        self._lost = True  # for a GradScaler
+        return None

@@ -95,32 +95,17 @@ def test_a_long_step_is_not_quiet_to_its_end() -> None:
     assert pace.pause(15.0) == 0
     pace.spent(15.0, 100.0)
     pace.quorum(100.0)
-    assert pace.share.quiet, "the next one is"
+    pace.quorum(101.0)
+    assert pace.share.quiet and not pace.share._without, "the next but one is"
 
 
-@pytest.mark.parametrize("ends", [13.5, 14.5])
-def test_a_step_into_which_a_request_reaches_is_not_a_quiet_one(ends: float) -> None:
+@pytest.mark.parametrize("seconds", [0.04, 0.5])
+def test_a_step_into_which_a_request_reaches_is_not_measured(seconds: float) -> None:
     pace = Pace()
     quiet_step(pace)
-    if ends < 14.0:
-        pace.spent(12.0, ends)
-        pace.pause(ends)
+    pace.spent(12.0, 13.0 + seconds)
     pace.quorum(14.0)
-    assert pace.share.quiet
-    if ends > 14.0:
-        pace.spent(12.0, ends)
-    pace.pause(ends)
-    pace.quorum(15.0)
-    assert pace.share.quiet == (ends > 14.0)
-
-
-def test_if_all_quiet_steps_are_disturbed_pieces_are_requested_between_them() -> None:
-    """The target's own work may take part of each step."""
-    share, quiet = TimeShare(), []
-    for _ in range(60):
-        quiet.append(share.quiet)
-        share.step(1.0, undisturbed=False)
-    assert quiet[-12:].count(True) <= 9 and quiet[-12:].count(False) >= 3
+    assert len(pace.share._without) == (seconds < 0.05) and not pace.share.quiet
 
 
 def test_at_the_least_share_a_pass_has_pauses() -> None:

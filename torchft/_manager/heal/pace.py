@@ -29,10 +29,6 @@ _DECISION, _FIRST, _EVERY = 3, 3, 8
 # Steps without requests that are remembered, and those needed for a decision.
 _KNOWN, _NEEDED = 5, 2
 
-# The most times that a disturbed quiet step is repeated at once. Without a bound, a target whose own work
-# disturbs each quiet step would request nothing any more.
-_REPEATS = 2
-
 
 class TimeShare:
     """The share of a step in which parts are requested, from the durations of steps with and without
@@ -50,7 +46,7 @@ class TimeShare:
         self.value, self.quiet = START, False
         self._without: deque[float] = deque(maxlen=_KNOWN)
         self._with: deque[float] = deque(maxlen=_DECISION)  # since the last decision
-        self._left = _FIRST  # steps until the next quiet one; below 0: how often it was repeated
+        self._left = _FIRST  # steps until the next quiet one
         self._costs = False  # whether requests have cost too much
 
     @property
@@ -58,18 +54,17 @@ class TimeShare:
         """Whether the share has been adapted: it does not double any more."""
         return self._costs or self.value == 1.0
 
-    def step(self, seconds: float, undisturbed: bool = True) -> None:
-        """Ends a step, and sets the share of the next one. `undisturbed`: whether no earlier request took
-        part of it; only for quiet steps.
+    def step(self, seconds: float, requests: bool = False) -> None:
+        """Ends a step, and sets the share of the next one. `requests`: whether there were some, though the
+        step was to be quiet.
         """
         self._left -= 1
         if not self.quiet:
             self._with.append(seconds)
-        elif undisturbed:
-            self._without.append(seconds)
+        else:
+            if not requests:
+                self._without.append(seconds)
             self._left = 1 if len(self._without) < _NEEDED else _EVERY
-        elif self._left < -_REPEATS:
-            self._left = 1
         self._decide()
         self.quiet = self._left <= 0
 
@@ -117,7 +112,6 @@ class Pace:
         self._began: Optional[float] = None  # time of the quorum
         self._spent = 0.0  # on requests and answers since then
         self._last = 0.0  # duration of the previous step
-        self._paused = False  # whether a request has waited for the end of a quiet step
 
     def quorum(self, now: float) -> None:
         """Begins a step, whose quorum is known: until the first reduction there is mostly no pause.
@@ -127,8 +121,8 @@ class Pace:
         """
         if self._began is not None:
             self._last = max(0.0, now - self._began)
-            self.share.step(self._last, self._paused and self._spent <= COST * self._last)
-        self._in_pass, self._began, self._spent, self._paused = True, now, 0.0, False
+            self.share.step(self._last, requests=self._spent > COST * self._last)
+        self._in_pass, self._began, self._spent = True, now, 0.0
 
     def reduces(self, now: float) -> None:
         """Ends the time before the first reduction of a step; further calls do nothing."""
@@ -151,7 +145,6 @@ class Pace:
             return 0.0
         # A step is measured without requests unless it takes much longer, as with an evaluation.
         if self.share.quiet and (left := self._began + 2 * self._last - now) > 0:
-            self._paused = True
             return left
         if self._in_pass and self.share.value > LEAST:
             return 0.0

@@ -20,6 +20,7 @@ from torchft.checkpointing.source import offer as offers
 from torchft.checkpointing.source.checkpoint import Checkpoint
 from torchft.checkpointing.source.offer import Offer
 from torchft.checkpointing.source.pacer import Pacer
+from torchft.utils import get_stream_context
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -100,6 +101,30 @@ def test_a_heal_from_device_memory(
         source.shutdown()
         target.shutdown()
     assert got["lr"] == 0.1 and all(torch.equal(got[key], state[key]) for key in ("w", "b", "empty"))
+
+
+def test_small_tensors_are_copied_before_a_forward_pass_on_another_stream(late: Any) -> None:
+    """A batch norm changes its statistics as soon as the source has offered its state."""
+    source, target = HTTPTransport[Any](TIMEOUT, 0), HTTPTransport[Any](TIMEOUT, 0)
+    mean, beside = torch.zeros(3, device="late"), torch.Stream("late:0")
+
+    def send() -> None:
+        with get_stream_context(beside):
+            source.send_checkpoint([1], 1, {"mean": mean}, TIMEOUT)
+
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            with late.held(beside):
+                sent = pool.submit(send)
+                with pytest.raises(TimeoutError):
+                    sent.result(0.2)
+            sent.result(60)
+        mean.fill_(7)
+        got = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+        assert got["mean"].tolist() == [0, 0, 0]
+    finally:
+        source.shutdown()
+        target.shutdown()
 
 
 def test_copies_are_ordered_behind_work_queued_on_the_device(late: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 from contextlib import closing, contextmanager
@@ -19,7 +20,7 @@ from torchft.checkpointing.memory.staging import StreamCopies, copies_for
 from torchft.checkpointing.native.core import ON_DEVICE, Grant, NativeOffer, NativeServer
 from torchft.checkpointing.source.checkpoint import Checkpoint
 from torchft.checkpointing.source.pacer import Pacer
-from torchft.utils import DeviceThread, current_device, use_device
+from torchft.utils import DeviceEvent, DeviceThread, current_device, use_device
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -93,11 +94,13 @@ class Offer:
         self.session = secrets.token_hex(8)  # lets a reconnecting target recognize the same bytes
         storages = checkpoint.encoded.storages
         flats = list(_small_copied([storage_bytes(storage) for storage in storages]))
-        # Created behind the copies of small tensors.
+        # Behind the copies of small tensors.
         copies: Dict[torch.device, Optional[StreamCopies]] = {}
         for device in {flat.device for flat in flats}:
             kind = copies_for(device.type)
             copies[device] = None if kind is None else kind(device)
+        # The forward pass may run on another stream, and does not wait for this one.
+        DeviceEvent(device for device, kind in copies.items() if kind is not None).wait(math.inf)
         self._blocks = {
             storage._cdata: _Block(region, flat, copies[flat.device])
             for region, (storage, flat) in enumerate(zip(storages, flats))

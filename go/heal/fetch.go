@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"runtime/debug"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -21,6 +22,18 @@ type Settings struct {
 	StallAfter time.Duration // a stream that receives nothing for this time is closed
 	Window     int64         // blocks in a window; required if some of the memory is on a device
 }
+
+// Role determines which blocks a target takes from a source.
+type Role int
+
+const (
+	// Assigned is the source that the quorum assigns to the target, which takes over its state.
+	Assigned Role = iota
+	// Additional is any other source. The target takes a block from it only if the block has the checksum
+	// that the assigned source has announced.
+	Additional
+	roles
+)
 
 // Fetch fills memory from one or more sources. If all of them fail, received blocks are kept, and a source
 // that is added later delivers the missing ones.
@@ -38,11 +51,10 @@ type Fetch struct {
 	worked func() // the result of Working; it may be called more than once
 	lives  sync.WaitGroup
 
-	asksSums chan struct{} // a semaphore: one stream at a time asks for the assigned source's checksums
+	asksSums chan struct{} // a semaphore: one stream at a time asks the assigned source for its checksums
 
-	mu sync.Mutex
-	// The blocks' checksums that the assigned source has announced; nil until they have arrived.
-	sums     []uint32
+	mu       sync.Mutex
+	sums     []uint32      // those of the blocks that the assigned source has announced; nil before
 	changed  chan struct{} // closed and replaced when a source ends
 	running  int
 	assigned *source
@@ -173,16 +185,17 @@ func (f *Fetch) Close() {
 	f.worked()
 }
 
-// finish compares the digests when all blocks have arrived.
-func (f *Fetch) finish(assigned string) {
+// finish compares the checksums of the blocks when all of them have arrived.
+func (f *Fetch) finish(assigned []uint32) {
 	mine := digest(&f.layout, f.queue.crcs)
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	switch {
 	case f.settings.Unchecked:
 		f.digest = "unchecked"
-	case mine != assigned:
-		f.failure = fmt.Errorf("the state has the digest %s here and %s at the source", mine, assigned)
+	case !slices.Equal(f.queue.crcs, assigned):
+		f.failure = fmt.Errorf("the state has the digest %s here and %s at the source", mine,
+			digest(&f.layout, assigned))
 	default:
 		f.digest = mine
 	}
@@ -238,13 +251,6 @@ func (f *Fetch) ended(s *source, err error) {
 	f.wake()
 }
 
-// knownSums returns the checksums that the assigned source has announced; nil if it has not yet.
-func (f *Fetch) knownSums() ([]uint32, *source) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return f.sums, f.assigned
-}
-
 // assignedSums returns the checksums that the assigned source announces. Only the streams of additional
 // sources need them: one stream requests the checksums, and the others wait for its result. No lock is held
 // meanwhile. So the streams of the assigned source continue, and may complete the state before the checksums
@@ -256,17 +262,30 @@ func (f *Fetch) assignedSums() ([]uint32, error) {
 		return nil, f.ctx.Err()
 	}
 	defer func() { <-f.asksSums }()
-	sums, s := f.knownSums()
+	f.mu.Lock()
+	sums, s := f.sums, f.assigned
+	f.mu.Unlock()
 	if sums != nil {
 		return sums, nil
 	}
 	if s == nil {
 		return nil, errors.New("the assigned source is not known")
 	}
+	sums, err := s.announced(f.queue.over)
+	if err != nil {
+		err = fmt.Errorf("checksums of %s: %w", s.address, err)
+	}
+	return sums, err
+}
+
+// announced asks the source for the checksums of its blocks, and records them. A failed request is not
+// repeated once done is closed.
+func (s *source) announced(done <-chan struct{}) ([]uint32, error) {
+	f := s.fetch
 	st := &stream{source: s}
 	defer st.close()
-	sums = make([]uint32, 0, f.layout.Blocks())
-	err := s.again(f.queue.over, func() (bool, error) {
+	sums := make([]uint32, 0, f.layout.Blocks())
+	err := s.again(done, func() (bool, error) {
 		before := len(sums)
 		for len(sums) < cap(sums) {
 			n := min(sumsAtOnce, cap(sums)-len(sums))
@@ -285,36 +304,12 @@ func (f *Fetch) assignedSums() ([]uint32, error) {
 		return true, nil
 	})
 	if err != nil {
-		return nil, fmt.Errorf("checksums of %s: %w", s.address, err)
+		return nil, err
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.sums = sums
 	return sums, nil
-}
-
-// assignedDigest returns the digest of the assigned source's state, from its checksums if they are known.
-func (s *source) assignedDigest() (string, error) {
-	f := s.fetch
-	if f.settings.Unchecked {
-		return "", nil
-	}
-	if sums, _ := f.knownSums(); sums != nil {
-		return digest(&f.layout, sums), nil
-	}
-	if s.role != Assigned {
-		return "", errIncomplete
-	}
-	st := &stream{source: s}
-	defer st.close()
-	var assigned []byte
-	err := s.again(nil, func() (_ bool, err error) {
-		if assigned, err = st.ask(request{op: opDigest}, 64); err != nil {
-			st.close()
-		}
-		return false, err
-	})
-	return string(assigned), err
 }
 
 // source is a group from which the state is fetched.
@@ -348,18 +343,27 @@ func (s *source) run() {
 	f.ended(s, err)
 }
 
-// conclude returns why a source ended early. If the state is complete, it compares the digests and finishes
-// the transfer.
+// conclude returns why a source ended early. If the state is complete, it finishes the transfer.
 func (s *source) conclude(errs []error) (err error) {
 	defer recovered(&err)
 	if err := s.reason(errs); err != nil {
 		return err
 	}
-	assigned, err := s.assignedDigest()
-	if err == nil {
-		s.fetch.finish(assigned)
+	f := s.fetch
+	f.mu.Lock()
+	sums := f.sums
+	f.mu.Unlock()
+	switch {
+	case sums != nil || f.settings.Unchecked:
+	case s.role != Assigned:
+		return errIncomplete
+	default: // a stream that has asked for them may wait for the answer
+		if sums, err = s.announced(nil); err != nil {
+			return err
+		}
 	}
-	return err
+	f.finish(sums)
+	return nil
 }
 
 // recovered turns a panic into an error, since a panic must not end the training.
@@ -433,7 +437,9 @@ func (s *source) again(done <-chan struct{}, work func() (progress bool, err err
 		if again {
 			pause = busy.retryAfter
 		} else {
-			failed = inARow(failed, progress)
+			if failed++; progress {
+				failed = 1
+			}
 			pause, again = s.fetch.retries.after(failed)
 		}
 		if !again || s.isOver() != nil || s.fetch.ctx.Err() != nil {

@@ -24,12 +24,11 @@ type Offer struct {
 	layout Layout
 
 	mu      sync.Mutex
-	changed sync.Cond
+	changed chan struct{} // closed and replaced when anything below has changed
 	own     [][]byte
 	copies  []partial
 	away    map[int]int64 // as in Memory
 	failed  error         // why copying from devices ended early
-	arrived chan struct{} // closed and replaced when more has been copied, or when copying has failed
 	state   offerState
 	inUse   map[*connection]bool // true: the connection sends some of the caller's own memory
 
@@ -60,10 +59,9 @@ func NewOffer(memory *Memory, blockSize int64) (*Offer, error) {
 	}
 	o := &Offer{
 		layout: layout, own: memory.regions, copies: make([]partial, len(memory.regions)), away: memory.away,
-		arrived: make(chan struct{}), inUse: map[*connection]bool{},
+		changed: make(chan struct{}), inUse: map[*connection]bool{},
 		crcs: make([]uint32, layout.Blocks()), known: make([]bool, layout.Blocks()),
 	}
-	o.changed.L = &o.mu
 	return o, nil
 }
 
@@ -98,10 +96,10 @@ func (o *Offer) CopyFailed(reason string) {
 	o.wake()
 }
 
-// wake wakes the connections that wait for a copy. The caller holds mu.
+// wake wakes the connections that wait for a copy, and those that take memory back. The caller holds mu.
 func (o *Offer) wake() {
-	close(o.arrived)
-	o.arrived = make(chan struct{})
+	close(o.changed)
+	o.changed = make(chan struct{})
 }
 
 // use appends the memory of a piece, which stays in use until done is called. If the piece is on a device,
@@ -109,15 +107,15 @@ func (o *Offer) wake() {
 func (o *Offer) use(c *connection, piece []Span, memory [][]byte) ([][]byte, error) {
 	var expired <-chan time.Time
 	for {
-		got, arrived, err := o.tryUse(c, piece, memory)
-		if arrived == nil {
+		got, changed, err := o.tryUse(c, piece, memory)
+		if changed == nil {
 			return got, err
 		}
 		if expired == nil {
 			expired = time.After(c.server.timeout)
 		}
 		select {
-		case <-arrived:
+		case <-changed:
 		case <-c.ended:
 			return memory, net.ErrClosed
 		case <-expired:
@@ -145,7 +143,7 @@ func (o *Offer) tryUse(c *connection, piece []Span, memory [][]byte) ([][]byte, 
 			case o.state == revoked:
 				return memory, nil, errRevoked
 			case away:
-				return memory, o.arrived, nil
+				return memory, o.changed, nil
 			}
 			own, from.memory = true, o.own[span.Region]
 		}
@@ -157,9 +155,9 @@ func (o *Offer) tryUse(c *connection, piece []Span, memory [][]byte) ([][]byte, 
 
 func (o *Offer) done(c *connection) {
 	o.mu.Lock()
+	defer o.mu.Unlock()
 	delete(o.inUse, c)
-	o.mu.Unlock()
-	o.changed.Broadcast()
+	o.wake()
 }
 
 // Revoke takes the caller's own memory back; copies stay offered. Connections that still send it after the
@@ -185,33 +183,29 @@ func (o *Offer) End(timeout time.Duration) bool {
 // wait returns when the memory to be taken back is no longer in use, or the timeout has passed. After the
 // grace it closes the connections.
 func (o *Offer) wait(matters func(own bool) bool, grace, timeout time.Duration) bool {
-	cutAt, expired := time.Now().Add(grace), false
-	wake := func(expire bool) func() {
-		return func() {
-			o.mu.Lock() // without it, a broadcast between the check and Wait below would be missed
-			expired = expired || expire
-			o.mu.Unlock()
-			o.changed.Broadcast()
-		}
-	}
-	defer time.AfterFunc(grace, wake(false)).Stop()
-	defer time.AfterFunc(timeout, wake(true)).Stop()
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	for {
-		left := 0
+	cut, expired := time.After(grace), time.After(timeout)
+	for cuts := false; ; {
+		o.mu.Lock()
+		left, changed := 0, o.changed
 		for c, own := range o.inUse {
 			if matters(own) {
 				left++
-				if !time.Now().Before(cutAt) {
+				if cuts {
 					c.cut()
 				}
 			}
 		}
-		if left == 0 || expired {
-			return left == 0
+		o.mu.Unlock()
+		if left == 0 {
+			return true
 		}
-		o.changed.Wait()
+		select {
+		case <-changed:
+		case <-cut:
+			cuts = true
+		case <-expired:
+			return false
+		}
 	}
 }
 

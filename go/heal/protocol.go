@@ -26,8 +26,7 @@ const (
 	opBlock uint32 = 1 + iota // the bytes of a block and their checksum
 	// The same, if the block has the expected checksum; sent to additional sources, see stream.receive.
 	opEqual
-	opSums   // the checksums of `expected` blocks from `block` on
-	opDigest // the digest of the whole state
+	opSums // the checksums of `expected` blocks from `block` on
 )
 
 const flagChecksum uint32 = 1

@@ -14,14 +14,6 @@ type retries struct {
 // defaultRetries bridge an interruption of 0.6 s: the pauses add up to that.
 var defaultRetries = retries{most: 6, pause: 20 * time.Millisecond}
 
-// inARow returns the number of failed attempts since the last progress, including this one.
-func inARow(before int, progress bool) int {
-	if progress {
-		return 1
-	}
-	return before + 1
-}
-
 // after returns whether to retry after this many failed attempts in a row, and the pause before the retry.
 func (r retries) after(failed int) (pause time.Duration, again bool) {
 	if failed >= r.most {

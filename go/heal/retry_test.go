@@ -35,7 +35,9 @@ func TestWhenASourceIsAskedAgain(t *testing.T) {
 			failed, ended := 0, false
 			for _, progress := range c.progress {
 				require.False(t, ended)
-				failed = inARow(failed, progress)
+				if failed++; progress {
+					failed = 1
+				}
 				pause, again := c.policy.after(failed)
 				if ended = !again; again {
 					pauses = append(pauses, pause)

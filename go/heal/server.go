@@ -146,7 +146,7 @@ func (s *Server) accept() {
 			continue
 		}
 		failed = false
-		c := &connection{Conn: conn, server: s, ended: make(chan struct{})}
+		c := &connection{TCPConn: conn.(*net.TCPConn), server: s, ended: make(chan struct{})}
 		_ = c.SetDeadline(time.Now().Add(helloTimeout))
 		if !s.add(c) {
 			c.cut()
@@ -219,7 +219,7 @@ func (s *Server) enter(c *connection, secret [secretSize]byte) (*Grant, error) {
 
 // connection is one stream to a target.
 type connection struct {
-	net.Conn
+	*net.TCPConn
 	server     *Server
 	pending    *admission.Conn
 	grant      *Grant // server.mu guards grant, worked and steady
@@ -238,7 +238,7 @@ type connection struct {
 // cut ends the connection at once, also in the middle of a read or write.
 func (c *connection) cut() {
 	c.once.Do(func() { close(c.ended) })
-	abort(c.Conn)
+	abort(c.TCPConn)
 }
 
 // turnAway ends a connection for which there is no room before its hello. It does not block: this is the
@@ -277,7 +277,7 @@ func (c *connection) serve() (err error) {
 	c.out = make([]byte, 0, pieceSize+2*responseSize)
 	// After the hello, not before: blocking reads occupy a thread, and unauthorized clients could open many
 	// connections.
-	prepare(c.Conn)
+	letBlock(c.TCPConn)
 	switch {
 	case !c.server.background: // normal priority: the whole job may wait for this transfer
 	case c.steady:
@@ -324,26 +324,17 @@ func (c *connection) answer(g *Grant, r request) error {
 			}
 		}
 		return c.send(g, r)
-	case opSums, opDigest:
-		first, end := 0, o.layout.Blocks()
-		if r.op == opSums {
-			if int64(r.block)+int64(r.expected) > int64(end) {
-				return fmt.Errorf(
-					"request for the checksums of %d blocks from block %d: the offer has %d blocks",
-					r.expected, r.block, end)
-			}
-			first, end = int(r.block), int(r.block+r.expected)
+	case opSums:
+		if int64(r.block)+int64(r.expected) > int64(o.layout.Blocks()) {
+			return fmt.Errorf("request for the checksums of %d blocks from block %d: the offer has %d blocks",
+				r.expected, r.block, o.layout.Blocks())
 		}
-		crcs := make([]uint32, 0, end-first)
-		for block := first; block < end; block++ {
-			crc, err := c.check(o, block)
-			if err != nil {
+		crcs := make([]uint32, r.expected)
+		for i := range crcs {
+			var err error
+			if crcs[i], err = c.check(o, int(r.block)+i); err != nil {
 				return c.withdrawn(r, err)
 			}
-			crcs = append(crcs, crc)
-		}
-		if r.op == opDigest {
-			return c.reply(r, statusOK, []byte(digest(&o.layout, crcs)))
 		}
 		return c.reply(r, statusOK, appendSums(nil, crcs))
 	}
@@ -475,13 +466,11 @@ func (c *connection) withdrawn(r request, reason error) error {
 // last sends what is in out as the last answer on the connection, and returns the reason.
 func (c *connection) last(reason error) error {
 	_ = c.flush()
-	if tcp, ok := c.Conn.(*net.TCPConn); ok {
-		// If requests are still unread, Close would send a reset, and the answer could get lost. So wait
-		// until the target closes the connection.
-		_ = tcp.CloseWrite()
-		_ = tcp.SetDeadline(time.Now().Add(time.Second))
-		_, _ = io.Copy(io.Discard, tcp)
-	}
+	// If requests are still unread, Close would send a reset, and the answer could get lost. So wait until
+	// the target closes the connection.
+	_ = c.CloseWrite()
+	_ = c.SetDeadline(time.Now().Add(time.Second))
+	_, _ = io.Copy(io.Discard, c)
 	return reason
 }
 

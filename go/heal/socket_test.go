@@ -10,18 +10,19 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-func prepared(t *testing.T) (near, far net.Conn) {
+func prepared(t *testing.T) (near, far *net.TCPConn) {
 	t.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	defer func() { _ = listener.Close() }()
-	near, err = net.Dial("tcp", listener.Addr().String())
+	dialed, err := net.Dial("tcp", listener.Addr().String())
 	require.NoError(t, err)
-	far, err = listener.Accept()
+	accepted, err := listener.Accept()
 	require.NoError(t, err)
+	near, far = dialed.(*net.TCPConn), accepted.(*net.TCPConn)
 	t.Cleanup(func() { abort(near); abort(far) })
-	prepare(near)
-	prepare(far)
+	letBlock(near)
+	letBlock(far)
 	return near, far
 }
 

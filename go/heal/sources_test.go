@@ -5,6 +5,7 @@ import (
 	"encoding/hex"
 	"io"
 	"net"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -67,8 +68,7 @@ func TestWrongBlocksOfAnAdditionalSourceDoNotFailTheTransfer(t *testing.T) {
 	const secret = "00112233445566778899aabbccddeeff"
 	for name, add := range map[string]func(f *Fetch) error{
 		"with checksums that fit the wrong blocks": func(f *Fetch) error {
-			return f.Add(honestUntilTheEnd(t,
-				other, "", nil), secret, Additional)
+			return f.Add(honestUntilTheEnd(t, other, false, nil), secret, Additional)
 		},
 		"with the right checksums": func(f *Fetch) error { // as if its memory had changed since
 			o := offer(t, other, small)
@@ -301,25 +301,24 @@ func TestMalformedRequestsEndTheConnection(t *testing.T) {
 	}
 }
 
-// If a source's memory changes during the transfer, the digest that it announces differs from that of the
+// If a source's memory changes during the transfer, the checksums that it announces differ from those of the
 // bytes that it sent.
 func TestADigestThatDiffersIsAnError(t *testing.T) {
 	memory := filled(newRand(t), 3*small)
-	for name, announced := range map[string]string{"the same": "",
-		"another": "0123456789abcdef0123456789abcdef"} {
+	for name, changed := range map[string]bool{"the same": false, "another": true} {
 		t.Run(name, func(t *testing.T) {
 			target := empty(3 * small)
 			f := newFetch(t, target, Settings{BlockSize: small, Streams: 1})
-			require.NoError(t, f.Add(honestUntilTheEnd(t, memory, announced, nil),
+			require.NoError(t, f.Add(honestUntilTheEnd(t, memory, changed, nil),
 				"00112233445566778899aabbccddeeff", Assigned))
 			status := wait(t, f)
-			require.Equal(t, announced == "", status.Done)
-			if announced == "" {
+			require.Equal(t, !changed, status.Done)
+			if !changed {
 				requireSame(t, memory, target)
 				return
 			}
 			require.Empty(t, status.Digest)
-			require.Regexp(t, "^the state has the digest [0-9a-f]{32} here and "+announced+" at the source$",
+			require.Regexp(t, "^the state has the digest [0-9a-f]{32} here and [0-9a-f]{32} at the source$",
 				status.Failure)
 		})
 	}
@@ -339,9 +338,9 @@ func TestTheAssignedSourceMustSendItsBlocks(t *testing.T) {
 	require.Contains(t, status.Failed[0], errGarbled.Error())
 }
 
-// honestUntilTheEnd serves blocks with correct checksums, and then the given digest; "": the correct one.
-// before is called with the operation of each request.
-func honestUntilTheEnd(t *testing.T, memory *Memory, announced string,
+// honestUntilTheEnd serves blocks with correct checksums, and then other ones if they have changed. before is
+// called with the operation of each request.
+func honestUntilTheEnd(t *testing.T, memory *Memory, changed bool,
 	before func(op uint32)) (address string) {
 	t.Helper()
 	l, err := NewLayout(memory.Sizes(), small)
@@ -350,18 +349,18 @@ func honestUntilTheEnd(t *testing.T, memory *Memory, announced string,
 		begin := int64(i) * small
 		return memory.regions[0][begin : begin+l.Length(int(i))]
 	}
-	if announced == "" {
-		var crcs []uint32
-		for i := range l.Blocks() {
-			crcs = append(crcs, checksum(block(uint32(i))))
-		}
-		announced = digest(&l, crcs)
+	var crcs []uint32
+	for i := range l.Blocks() {
+		crcs = append(crcs, checksum(block(uint32(i))))
+	}
+	if changed {
+		crcs[1]++
 	}
 	return answering(t, func(r request) []byte {
 		if before != nil {
 			before(r.op)
 		}
-		body := []byte(announced)
+		body := appendSums(nil, crcs)
 		if r.op == opBlock || r.op == opEqual {
 			body = block(r.block)
 		}
@@ -397,16 +396,19 @@ func answering(t *testing.T, answer func(request) []byte) (address string) {
 	return lis.Addr().String()
 }
 
-// A source that does not answer the request for its checksums may still send all blocks: that completes the
+// A source that does not answer a request for its checksums may still send all blocks: that completes the
 // transfer.
 func TestAStalledRequestDoesNotDelayOthers(t *testing.T) {
 	source, target := filled(newRand(t), 1<<20), empty(1<<20)
 	asked, over := make(chan struct{}), make(chan struct{})
+	var stalled atomic.Bool
 	before := func(op uint32) {
 		switch op {
 		case opSums:
-			close(asked)
-			<-over
+			if !stalled.Swap(true) {
+				close(asked)
+				<-over
+			}
 		case opBlock:
 			<-asked
 		}
@@ -414,7 +416,7 @@ func TestAStalledRequestDoesNotDelayOthers(t *testing.T) {
 	t.Cleanup(func() { close(over) })
 	const secret = "00112233445566778899aabbccddeeff"
 	f := newFetch(t, target, Settings{BlockSize: small, Streams: 2, StallAfter: 5 * time.Minute})
-	require.NoError(t, f.Add(honestUntilTheEnd(t, source, "", before), secret, Assigned))
+	require.NoError(t, f.Add(honestUntilTheEnd(t, source, false, before), secret, Assigned))
 	other := listen(t, time.Minute, 0)
 	require.NoError(t, f.Add(address(other), other.Grant(offer(t, clone(source), small)).Secret(),
 		Additional))

@@ -24,7 +24,7 @@ const (
 // stream fetches blocks from a source over one connection.
 type stream struct {
 	source  *source
-	conn    net.Conn
+	conn    *net.TCPConn
 	unhook  func() bool // stops the hook that closes the connection when the transfer ends
 	arrived int         // blocks
 
@@ -39,11 +39,12 @@ func (st *stream) open() error {
 	}
 	s := st.source
 	dialer := net.Dialer{Timeout: dialTimeout}
-	conn, err := dialer.DialContext(s.fetch.ctx, "tcp", s.address)
+	dialed, err := dialer.DialContext(s.fetch.ctx, "tcp", s.address)
 	if err != nil {
 		return err
 	}
-	prepare(conn)
+	conn := dialed.(*net.TCPConn)
+	letBlock(conn)
 	st.conn = conn
 	st.unhook = context.AfterFunc(s.fetch.ctx, func() { abort(conn) })
 	if st.scratch == nil {

@@ -30,17 +30,19 @@ func HealPort(server int64) (port int64, err error) {
 
 // HealOffer offers registered memory (csrc/memory.c), in blocks of a size of its own. Returns a handle.
 func HealOffer(memory int64) (offer int64, err error) {
-	defer ops.Guard(&err)
-	m, err := ops.Get[*heal.Memory](memory)
-	if err != nil {
-		return 0, err
-	}
-	o, err := heal.NewOffer(m, 0)
+	return with(memory, func(m *heal.Memory) (int64, error) {
+		o, err := heal.NewOffer(m, 0)
+		return instead(memory, o, err)
+	})
+}
+
+// instead returns a handle of an object that has taken over another one.
+func instead(of int64, object any, err error) (handle int64, _ error) {
 	if err != nil {
 		return 0, ops.As(ops.Value, err)
 	}
-	ops.Remove(memory)
-	return ops.Put(o), nil
+	ops.Remove(of)
+	return ops.Put(object), nil
 }
 
 // HealBlockSize returns the size of an offer's blocks in bytes.
@@ -83,16 +85,9 @@ func HealOfferEndStart(offer int64) (op int64, err error) {
 
 // HealGrant lets one target read an offer; the result is a handle.
 func HealGrant(server, offer int64) (grant int64, err error) {
-	defer ops.Guard(&err)
-	s, err := ops.Get[*heal.Server](server)
-	if err != nil {
-		return 0, err
-	}
-	o, err := ops.Get[*heal.Offer](offer)
-	if err != nil {
-		return 0, err
-	}
-	return ops.Put(s.Grant(o)), nil
+	return with(server, func(s *heal.Server) (int64, error) {
+		return with(offer, func(o *heal.Offer) (int64, error) { return ops.Put(s.Grant(o)), nil })
+	})
 }
 
 // HealSecret returns the secret that a target sends to use a grant.
@@ -110,20 +105,13 @@ func HealServed(grant int64) (bytes int64, err error) {
 func HealFetch(
 	memory, blockSize, streams int64, checked bool, stallUs, window int64,
 ) (fetch int64, err error) {
-	defer ops.Guard(&err)
-	m, err := ops.Get[*heal.Memory](memory)
-	if err != nil {
-		return 0, err
-	}
-	f, err := heal.NewFetch(m, heal.Settings{
-		BlockSize: blockSize, Streams: int(streams), Unchecked: !checked, StallAfter: micros(stallUs),
-		Window: window,
+	return with(memory, func(m *heal.Memory) (int64, error) {
+		f, err := heal.NewFetch(m, heal.Settings{
+			BlockSize: blockSize, Streams: int(streams), Unchecked: !checked, StallAfter: micros(stallUs),
+			Window: window,
+		})
+		return instead(memory, f, err)
 	})
-	if err != nil {
-		return 0, ops.As(ops.Value, err)
-	}
-	ops.Remove(memory)
-	return ops.Put(f), nil
 }
 
 // HealStage provides a stage for the next window of a transfer; a stage must have room for a whole window.
@@ -134,16 +122,13 @@ func HealStage(fetch, address, length int64) (window int64, err error) {
 
 // HealAdd adds a source to a transfer.
 func HealAdd(fetch int64, address, secret string, assigned bool) (done bool, err error) {
-	defer ops.Guard(&err)
-	f, err := ops.Get[*heal.Fetch](fetch)
-	if err != nil {
-		return false, err
-	}
-	role := heal.Additional
-	if assigned {
-		role = heal.Assigned
-	}
-	return true, f.Add(address, secret, role)
+	return with(fetch, func(f *heal.Fetch) (bool, error) {
+		role := heal.Additional
+		if assigned {
+			role = heal.Assigned
+		}
+		return true, f.Add(address, secret, role)
+	})
 }
 
 // HealWaitStart waits for progress of a transfer (heal.Fetch.Wait), or for the timeout; the result is the

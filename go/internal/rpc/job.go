@@ -3,6 +3,7 @@ package rpc
 import (
 	"context"
 	"fmt"
+	"regexp"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
@@ -22,15 +23,11 @@ const (
 	maxJob = 128
 )
 
+var validJob = regexp.MustCompile(`^[A-Za-z0-9_][A-Za-z0-9._-]*$`)
+
 // ValidateJob returns an error if a job, or a run of it, cannot have this id. The error names the setting.
 func ValidateJob(setting, job string) error {
-	ok := len(job) > 0 && len(job) <= maxJob && job[0] != '.' && job[0] != '-'
-	for i := range len(job) {
-		c := job[i]
-		ok = ok && (c >= 'a' && c <= 'z' || c >= 'A' && c <= 'Z' || c >= '0' && c <= '9' || c == '.' ||
-			c == '_' || c == '-')
-	}
-	if !ok {
+	if len(job) > maxJob || !validJob.MatchString(job) {
 		return fmt.Errorf("%s is %q: it must be 1 to %d letters, digits, '.', '_' or '-', and begin with a "+
 			"letter, a digit or '_'", setting, job, maxJob)
 	}

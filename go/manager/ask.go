@@ -2,9 +2,11 @@ package manager
 
 import (
 	"context"
-	"fmt"
 	"math/rand/v2"
 	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
@@ -13,14 +15,9 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// replyMargin is the longest time by which a request to the lighthouse ends before the ranks' deadline, so
-// that its error still reaches the ranks.
-const replyMargin = 100 * time.Millisecond
-
 // ask starts the request of a round to the lighthouse. The caller holds mu.
 func (s *Server) ask(a round.AskLighthouse) {
-	// The request ends before the ranks' own deadlines: after these the ranks would not receive the reason.
-	ctx, cancel := context.WithDeadline(s.ctx, rpc.Sooner(a.Deadline, replyMargin))
+	ctx, cancel := context.WithDeadline(s.ctx, a.Deadline)
 	s.asking[a.Round] = cancel
 	s.heals = groupHeal{} // all heals of the last quorum have ended, successful or not
 	span := s.tracedAsk(a)
@@ -37,7 +34,6 @@ func (s *Server) ask(a round.AskLighthouse) {
 		defer s.mu.Unlock()
 		cancel()
 		delete(s.asking, a.Round)
-		s.trouble = ""
 		s.step(known)
 	})
 }
@@ -49,31 +45,34 @@ func (s *Server) askUntilAnswered(ctx context.Context, a round.AskLighthouse) (q
 	start := time.Now()
 	last, _ := ctx.Deadline()
 	unreached := func(err error) error {
-		return wire.ToStatus(round.Failure{Kind: round.KindTimeout, Reason: s.unreachable(start, err)})
+		return status.Errorf(codes.DeadlineExceeded,
+			"the lighthouse at %s could not be reached, tried for %s: %s", s.cfg.LighthouseAddr,
+			time.Since(start).Round(time.Millisecond), rpc.Message(err))
 	}
 	refused := int64(0)
-	var before error // why the previous request did not reach the lighthouse, nil if it did
+	var away error // why the last request did not reach the lighthouse, nil if it did
 	for failed := 1; ; failed++ {
 		q, err := s.membership.Quorum(ctx, a.Member, a.KnownQuorumID)
-		if err != nil && ctx.Err() != nil && before != nil {
-			return nil, unreached(before) // its reason is more specific than "deadline exceeded"
+		if err != nil && ctx.Err() != nil && away != nil {
+			return nil, unreached(away) // its reason is more specific than "deadline exceeded"
 		}
 		if err == nil || ctx.Err() != nil {
 			return q, err
 		}
-		before = nil
-		away := false
+		away = nil
 		switch retryAfter(err, refused, s.cfg.QuorumRetries) {
 		case noRetry:
 			return nil, err
 		case ifRefused:
 			refused++
 		case untilAnswer:
-			away, before = true, err
+			away = err
 		}
-		s.setTrouble(away, start, err, failed)
+		if failed == 1 && away == nil { // attend logs an outage
+			s.log.Warn("torchft: asking the lighthouse again", "error", rpc.Message(err))
+		}
 		wait := rpc.RetryBackoff.Wait(failed, rand.Float64())
-		if away && time.Now().Add(wait).After(last) {
+		if away != nil && time.Now().Add(wait).After(last) {
 			return nil, unreached(err)
 		}
 		select {
@@ -81,25 +80,6 @@ func (s *Server) askUntilAnswered(ctx context.Context, a round.AskLighthouse) (q
 			return nil, err
 		case <-time.After(wait):
 		}
-	}
-}
-
-func (s *Server) unreachable(since time.Time, err error) string {
-	return fmt.Sprintf("the lighthouse at %s could not be reached, tried for %s: %s",
-		s.cfg.LighthouseAddr, time.Since(since).Round(time.Millisecond), rpc.Message(err))
-}
-
-// setTrouble records why the lighthouse is not reached, as long as the outage lasts. If a rank's deadline
-// passes meanwhile, its error contains this reason.
-func (s *Server) setTrouble(away bool, since time.Time, err error, failed int) {
-	if failed == 1 && !away { // attend logs an outage
-		s.log.Warn("torchft: asking the lighthouse again", "error", rpc.Message(err))
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.trouble = ""
-	if away {
-		s.trouble = s.unreachable(since, err)
 	}
 }
 

@@ -18,8 +18,6 @@ import (
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
-	"github.com/torchft/torchft/go/rankclient"
-	"github.com/torchft/torchft/go/recovery"
 )
 
 func dialLighthouse(t *testing.T, c *fttest.Cluster, host string) *lighthouses.Client {
@@ -44,7 +42,7 @@ func TestAGroupOfAnotherSizeIsRefusedAndTheOthersContinue(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
-		before := round(t, 1, a, b)[0].QuorumID
+		before := round(t, 1, a, b)[0].GetQuorumId()
 
 		wrong := c.StartGroup("c", 3)
 		for step := range int64(3) {
@@ -56,8 +54,8 @@ func TestAGroupOfAnotherSizeIsRefusedAndTheOthersContinue(t *testing.T) {
 			}
 			start := time.Now()
 			for _, r := range round(t, 2+step, a, b) {
-				assert.Equal(t, before, r.QuorumID, "the other members are not affected")
-				assert.Equal(t, []string{"a", "b"}, r.ReplicaIDs)
+				assert.Equal(t, before, r.GetQuorumId(), "the other members are not affected")
+				assert.Equal(t, []string{"a", "b"}, r.GetReplicaIds())
 			}
 			assert.Less(t, time.Since(start), atOnce, "the others do not wait for the refused group")
 		}
@@ -76,7 +74,7 @@ func TestAGroupOfAnotherSizeIsRefusedAndTheOthersContinue(t *testing.T) {
 		synctest.Wait()
 		for _, r := range append(joins, append(a.QuorumOfAll(5, time.Minute),
 			b.QuorumOfAll(5, time.Minute)...)...).results(t) {
-			assert.Equal(t, []string{"a", "b", "d"}, r.ReplicaIDs)
+			assert.Equal(t, []string{"a", "b", "d"}, r.GetReplicaIds())
 		}
 	})
 }
@@ -89,19 +87,19 @@ func TestAnUpstreamGroupOfAnotherSizeIsAccepted(t *testing.T) {
 		a := c.StartGroup("a", 3)
 		var ours answers
 		for rank := range int64(3) {
-			ours = append(ours, a.QuorumWith(rankclient.Request{GroupRank: rank,
-				Handle: fmt.Sprint("a", rank)}, time.Minute))
+			ours = append(ours, a.QuorumWith(&fttest.Request{GroupRank: rank,
+				ReconfigureHandle: fmt.Sprint("a", rank)}, time.Minute))
 		}
 		synctest.Wait()
 		upstream := call(dialLighthouse(t, c, "p"),
 			quorum.Member{ReplicaID: "p", StoreAddress: "p:1", WorldSize: 2, Handles: []string{"p0", "p1"}})
 		for rank, r := range ours.results(t) {
-			assert.Equal(t, []string{"a", "p"}, r.ReplicaIDs)
+			assert.Equal(t, []string{"a", "p"}, r.GetReplicaIds())
 			if rank < 2 {
-				assert.Equal(t, []string{fmt.Sprint("a", rank), fmt.Sprint("p", rank)}, r.Handles)
+				assert.Equal(t, []string{fmt.Sprint("a", rank), fmt.Sprint("p", rank)}, r.GetReconfigureHandles())
 			} else {
-				assert.Empty(t, r.Handles)
-				assert.Equal(t, []string{"p"}, r.WithoutHandles, "the groups without this rank")
+				assert.Empty(t, r.GetReconfigureHandles())
+				assert.Equal(t, []string{"p"}, r.GetReplicasWithoutHandles(), "the groups without this rank")
 			}
 		}
 		require.NoError(t, (<-upstream).Err)
@@ -140,7 +138,7 @@ func TestMuchDataReachesAllMembers(t *testing.T) {
 		}
 		var ours answers
 		for _, id := range []string{"a", "b"} {
-			ours = append(ours, c.StartGroup(id, 1).QuorumWith(rankclient.Request{Handle: id + much},
+			ours = append(ours, c.StartGroup(id, 1).QuorumWith(&fttest.Request{ReconfigureHandle: id + much},
 				time.Minute))
 		}
 		for _, asked := range calls {
@@ -151,9 +149,9 @@ func TestMuchDataReachesAllMembers(t *testing.T) {
 				"the data of the member arrive as they were sent")
 		}
 		for _, r := range ours.results(t) {
-			require.Len(t, r.Handles, 4)
-			assert.True(t, r.Handles[1] == "b"+much)
-			assert.Equal(t, "y", r.Handles[3])
+			require.Len(t, r.GetReconfigureHandles(), 4)
+			assert.True(t, r.GetReconfigureHandles()[1] == "b"+much)
+			assert.Equal(t, "y", r.GetReconfigureHandles()[3])
 		}
 	})
 }
@@ -162,7 +160,7 @@ func TestTooMuchDataIsReportedAndHarmsNoOtherMember(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a := c.StartGroup("a", 2)
-		before := round(t, 1, a)[0].QuorumID
+		before := round(t, 1, a)[0].GetQuorumId()
 		got := <-call(dialLighthouse(t, c, "x"),
 			quorum.Member{ReplicaID: "x", Data: strings.Repeat("x", 5<<20)})
 		assert.Equal(t, codes.InvalidArgument, status.Code(got.Err))
@@ -173,8 +171,8 @@ func TestTooMuchDataIsReportedAndHarmsNoOtherMember(t *testing.T) {
 		for range 2 { // more than once
 			var asked answers
 			for rank := range int64(2) {
-				asked = append(asked, big.QuorumWith(rankclient.Request{GroupRank: rank,
-					Handle: strings.Repeat("x", 3<<20)}, time.Minute))
+				asked = append(asked, big.QuorumWith(&fttest.Request{GroupRank: rank,
+					ReconfigureHandle: strings.Repeat("x", 3<<20)}, time.Minute))
 			}
 			for _, asked := range asked {
 				got := <-asked
@@ -186,7 +184,7 @@ func TestTooMuchDataIsReportedAndHarmsNoOtherMember(t *testing.T) {
 		}
 		big.Server.Shutdown()
 		time.Sleep(time.Second)
-		assert.Equal(t, before, round(t, 2, a)[0].QuorumID)
+		assert.Equal(t, before, round(t, 2, a)[0].GetQuorumId())
 	})
 }
 
@@ -199,8 +197,8 @@ func TestOfTwoGroupsWithOneNameTheNewerTrains(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				c := fttest.NewCluster(t, 2)
 				older, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
-				before := round(t, 1, older, b)[0].QuorumID
-				var refused <-chan fttest.Answer[recovery.Result]
+				before := round(t, 1, older, b)[0].GetQuorumId()
+				var refused <-chan fttest.Answer[*fttest.Result]
 				if waits {
 					refused = older.Quorum(0, 2, time.Minute)
 				}
@@ -218,13 +216,13 @@ func TestOfTwoGroupsWithOneNameTheNewerTrains(t *testing.T) {
 				require.NoError(t, (<-b.Quorum(0, 2, time.Minute)).Err)
 				joined := <-asked
 				require.NoError(t, joined.Err)
-				assert.Greater(t, joined.Value.QuorumID, before, "the peers connect to the newer one")
+				assert.Greater(t, joined.Value.GetQuorumId(), before, "the peers connect to the newer one")
 				assert.True(t, joined.Value.Heal)
 				for step := range int64(3) { // the older one stays refused
 					got := <-older.Quorum(0, 2, time.Minute)
 					assert.ErrorContains(t, got.Err, "replica ids must be unique")
 					for _, r := range round(t, 3+step, newer, b) {
-						assert.Equal(t, []string{"a", "b"}, r.ReplicaIDs)
+						assert.Equal(t, []string{"a", "b"}, r.GetReplicaIds())
 					}
 				}
 			})

@@ -19,7 +19,6 @@ import (
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/rankclient"
-	"github.com/torchft/torchft/go/recovery"
 )
 
 func TestMain(m *testing.M) {
@@ -33,12 +32,12 @@ func TestMain(m *testing.M) {
 // atOnce is far below every timeout of these tests.
 const atOnce = time.Millisecond
 
-type answers []<-chan fttest.Answer[recovery.Result]
+type answers []<-chan fttest.Answer[*fttest.Result]
 
 // results waits for all answers, and fails the test if one is an error.
-func (a answers) results(t *testing.T) []recovery.Result {
+func (a answers) results(t *testing.T) []*fttest.Result {
 	t.Helper()
-	var all []recovery.Result
+	var all []*fttest.Result
 	for _, answer := range a {
 		got := <-answer
 		require.NoError(t, got.Err)
@@ -48,7 +47,7 @@ func (a answers) results(t *testing.T) []recovery.Result {
 }
 
 // round requests a quorum for every rank of every group, and waits for the answers.
-func round(t *testing.T, step int64, groups ...*fttest.Group) []recovery.Result {
+func round(t *testing.T, step int64, groups ...*fttest.Group) []*fttest.Result {
 	t.Helper()
 	var all answers
 	for _, g := range groups {
@@ -63,7 +62,7 @@ func TestTwoGroupsOfTwoRanks(t *testing.T) {
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
 		first := round(t, 1, a, b)
 		for i, r := range first {
-			assert.Equal(t, []string{"a", "b"}, r.ReplicaIDs)
+			assert.Equal(t, []string{"a", "b"}, r.GetReplicaIds())
 			assert.EqualValues(t, i/2, r.ReplicaRank)
 			assert.EqualValues(t, 2, r.ReplicaWorldSize)
 			assert.EqualValues(t, 1, r.MaxStep)
@@ -72,7 +71,7 @@ func TestTwoGroupsOfTwoRanks(t *testing.T) {
 				"each group rank has its own primary")
 		}
 		for _, r := range round(t, 2, a, b) {
-			assert.Equal(t, first[0].QuorumID, r.QuorumID, "the members did not change")
+			assert.Equal(t, first[0].GetQuorumId(), r.GetQuorumId(), "the members did not change")
 		}
 		for _, g := range []*fttest.Group{a, b} {
 			votes := []<-chan fttest.Answer[bool]{g.Vote(0, 2, true, time.Minute),
@@ -91,13 +90,13 @@ func TestSourceAndTargetsAreSentOverTheWire(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
 		got := append(answers(a.QuorumOfAll(7, time.Minute)), b.QuorumOfAll(0, time.Minute)...).results(t)
-		assert.Equal(t, []int64{1}, got[0].RecoverDstReplicaRank)
+		assert.Equal(t, []int64{1}, got[0].GetRecoverDstReplicaRanks())
 		require.True(t, got[1].Heal)
-		require.Len(t, got[1].Sources, 1)
-		assert.Equal(t, a.Server.Address(), got[1].Sources[0].ManagerAddress)
+		require.NotNil(t, got[1].RecoverSrcReplicaRank)
+		assert.Equal(t, a.Server.Address(), got[1].GetRecoverSrcManagerAddress())
 		assert.Nil(t, got[1].MaxReplicaRank)
 
-		source, err := rankclient.Dial(t.Context(), got[1].Sources[0].ManagerAddress, time.Second,
+		source, err := rankclient.Dial(t.Context(), got[1].GetRecoverSrcManagerAddress(), time.Second,
 			rpc.Dialing{Network: c.Net.Host("b")})
 		require.NoError(t, err)
 		defer func() { require.NoError(t, source.Close()) }()
@@ -118,18 +117,18 @@ func TestAdditionalSourcesAreSentOverTheWire(t *testing.T) {
 		a, b, d := c.StartGroup("a", 2), c.StartGroup("b", 2), c.StartGroup("c", 2)
 		ask := func(g *fttest.Group, step, committed int64) (asked answers) {
 			for rank := range int64(2) {
-				asked = append(asked, g.QuorumWith(rankclient.Request{GroupRank: rank, Step: step,
-					CommittedQuorumID: committed}, time.Minute))
+				asked = append(asked, g.QuorumWith(&fttest.Request{GroupRank: rank, Step: step,
+					CommittedQuorumId: committed}, time.Minute))
 			}
 			return asked
 		}
 		got := append(append(ask(a, 7, 5), ask(b, 0, -1)...), ask(d, 7, 5)...).results(t)
 		for rank, source := range []*fttest.Group{d, a} { // the ranks of b heal from different groups
 			require.True(t, got[2+rank].Heal)
-			assert.Equal(t, []string{source.Server.Address()}, got[2+rank].AdditionalSources)
+			assert.Equal(t, []string{source.Server.Address()}, got[2+rank].GetAdditionalSourceAddresses())
 		}
 		for i, want := range [][]int64{nil, {1}, nil, nil, {1}, nil} {
-			assert.Equal(t, want, got[i].HelpDstReplicaRank)
+			assert.Equal(t, want, got[i].GetHelpDstReplicaRanks())
 		}
 	})
 }
@@ -140,19 +139,19 @@ func TestAnEqualStepOfAnOlderQuorumHeals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
-		ask := func(g *fttest.Group, committed int64) <-chan fttest.Answer[recovery.Result] {
-			return g.QuorumWith(rankclient.Request{Step: 7, CommittedQuorumID: committed}, time.Minute)
+		ask := func(g *fttest.Group, committed int64) <-chan fttest.Answer[*fttest.Result] {
+			return g.QuorumWith(&fttest.Request{Step: 7, CommittedQuorumId: committed}, time.Minute)
 		}
 		got := answers{ask(a, 1000), ask(b, 1001)}.results(t)
 		require.True(t, got[0].Heal)
-		assert.Equal(t, b.Server.Address(), got[0].Sources[0].ManagerAddress)
-		assert.EqualValues(t, 1001, got[0].CommittedQuorumID)
+		assert.Equal(t, b.Server.Address(), got[0].GetRecoverSrcManagerAddress())
+		assert.EqualValues(t, 1001, got[0].GetCommittedQuorumId())
 		assert.False(t, got[1].Heal)
-		assert.Equal(t, []int64{0}, got[1].RecoverDstReplicaRank)
+		assert.Equal(t, []int64{0}, got[1].GetRecoverDstReplicaRanks())
 
 		for _, r := range (answers{ask(a, 1000), ask(b, 0)}).results(t) {
 			assert.False(t, r.Heal, "an upstream group does not report its quorum: steps decide")
-			assert.Zero(t, r.CommittedQuorumID)
+			assert.Zero(t, r.GetCommittedQuorumId())
 		}
 	})
 }
@@ -227,7 +226,7 @@ func TestARankReconnects(t *testing.T) {
 		time.Sleep(time.Second)
 		assert.Zero(t, c.Log.Count("a member failed"))
 		after := answers{g.Quorum(0, 2, time.Minute), g.Quorum(1, 2, time.Minute)}.results(t)
-		assert.Equal(t, before[0].QuorumID, after[0].QuorumID)
+		assert.Equal(t, before[0].GetQuorumId(), after[0].GetQuorumId())
 	})
 }
 
@@ -321,7 +320,7 @@ func TestANewMemberIsInTheQuorumWithinTwoRounds(t *testing.T) {
 		for step := int64(2); ; step++ {
 			require.LessOrEqual(t, step, int64(3))
 			if r := round(t, step, a, b); r[0].ReplicaWorldSize == 3 {
-				assert.Greater(t, r[0].QuorumID, first[0].QuorumID)
+				assert.Greater(t, r[0].GetQuorumId(), first[0].GetQuorumId())
 				break
 			}
 		}
@@ -339,8 +338,8 @@ func TestSurvivorsContinueWithoutAFailedGroup(t *testing.T) {
 		b.Server.Shutdown()
 		got := <-a.Quorum(0, 2, time.Minute)
 		require.NoError(t, got.Err)
-		assert.Equal(t, []string{"a"}, got.Value.ReplicaIDs)
-		assert.Greater(t, got.Value.QuorumID, first[0].QuorumID)
+		assert.Equal(t, []string{"a"}, got.Value.GetReplicaIds())
+		assert.Greater(t, got.Value.GetQuorumId(), first[0].GetQuorumId())
 		assert.LessOrEqual(t, got.Took, 5200*time.Millisecond, "a heartbeat timeout and a tick")
 	})
 }
@@ -358,7 +357,7 @@ func TestRanksWaitWhileTheLighthouseRestarts(t *testing.T) {
 		c.StartLighthouse(2)
 		waiting = append(waiting, b.QuorumOfAll(2, time.Minute)...)
 		second := waiting.results(t)
-		assert.Equal(t, first[0].QuorumID, second[0].QuorumID,
+		assert.Equal(t, first[0].GetQuorumId(), second[0].GetQuorumId(),
 			"all members of the quorum are back: they need not reconnect")
 
 		// The lighthouse is restarted again, as after a crash.
@@ -366,7 +365,7 @@ func TestRanksWaitWhileTheLighthouseRestarts(t *testing.T) {
 		c.Lighthouse.Shutdown()
 		c.StartLighthouse(2)
 		third := round(t, 3, a, b)
-		assert.Equal(t, first[0].QuorumID, third[0].QuorumID)
+		assert.Equal(t, first[0].GetQuorumId(), third[0].GetQuorumId())
 		for _, name := range []string{"a", "b"} {
 			lines := c.Log.Count(`heartbeats do not reach the lighthouse" replica_id=` + name)
 			assert.Positive(t, lines)
@@ -415,7 +414,7 @@ func TestAGhostIsNoCandidate(t *testing.T) {
 		require.NoError(t, ghost.Heartbeat(t.Context(), "ghost")) // alive, but not waiting
 		got := <-a.Quorum(0, 1, time.Minute)
 		require.NoError(t, got.Err)
-		assert.Equal(t, []string{"a"}, got.Value.ReplicaIDs)
+		assert.Equal(t, []string{"a"}, got.Value.GetReplicaIds())
 	})
 }
 
@@ -472,7 +471,7 @@ func TestAWrongWorldSizeFailsTheGroup(t *testing.T) {
 		g := c.StartGroup("a", 2)
 		sibling := g.Quorum(0, 1, time.Minute)
 		synctest.Wait()
-		wrong := <-g.QuorumWith(rankclient.Request{GroupRank: 1, Step: 1, GroupWorldSize: 4}, time.Minute)
+		wrong := <-g.QuorumWith(&fttest.Request{GroupRank: 1, Step: 1, GroupWorldSize: 4}, time.Minute)
 		for _, err := range []error{wrong.Err, (<-sibling).Err} {
 			assert.Equal(t, codes.InvalidArgument, status.Code(err))
 			assert.ErrorContains(t, err, "4")
@@ -489,12 +488,12 @@ func TestReconfigureHandlesReachTheirRank(t *testing.T) {
 		for i, g := range []*fttest.Group{a, b} {
 			for rank := range int64(2) {
 				handle := fmt.Sprintf("%d/%d", i, rank)
-				all = append(all, g.QuorumWith(rankclient.Request{GroupRank: rank, Handle: handle,
+				all = append(all, g.QuorumWith(&fttest.Request{GroupRank: rank, ReconfigureHandle: handle,
 					GroupWorldSize: 2}, time.Minute))
 			}
 		}
 		for i, r := range all.results(t) {
-			assert.Equal(t, []string{fmt.Sprintf("0/%d", i%2), fmt.Sprintf("1/%d", i%2)}, r.Handles)
+			assert.Equal(t, []string{fmt.Sprintf("0/%d", i%2), fmt.Sprintf("1/%d", i%2)}, r.GetReconfigureHandles())
 		}
 	})
 }

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"path/filepath"
 	"time"
 	"unicode/utf8"
 
@@ -55,7 +54,8 @@ type ServerConfig struct {
 	Membership membership.Membership
 }
 
-// Validate returns an error that names the first invalid setting, its value, and the allowed values.
+// Validate returns an error that names the first invalid setting, its value, and the allowed values. The
+// addresses of lighthouses are read by lighthouses.Join.
 func (c ServerConfig) Validate() error {
 	for _, text := range []struct{ name, value string }{{"replica_id", c.ReplicaID},
 		{"store_addr", c.StoreAddr}} {
@@ -68,11 +68,6 @@ func (c ServerConfig) Validate() error {
 	}
 	if len(c.ReplicaID) > rpc.MaxReplicaID {
 		return fmt.Errorf("replica_id has %d bytes: allowed are %d", len(c.ReplicaID), rpc.MaxReplicaID)
-	}
-	if c.Membership == nil && !filepath.IsAbs(c.LighthouseAddr) { // a file may be missing until it joins
-		if _, err := rpc.ParseAddresses("lighthouse_addr", c.LighthouseAddr); err != nil {
-			return err
-		}
 	}
 	if err := rpc.ValidateJob("job id ("+rpc.JobEnv+")", c.job()); err != nil {
 		return err

@@ -16,7 +16,6 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/membership/lighthouses"
-	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -85,7 +84,7 @@ func TestADrainedGroupLeavesAndNoGroupLosesAStep(t *testing.T) {
 		all := append(answers{early, a.Quorum(1, 1, time.Minute)}, b.QuorumOfAll(1, time.Minute)...)
 		for i, result := range append(all, d.QuorumOfAll(1, time.Minute)...).results(t) {
 			assert.Equal(t, i < 2, result.Draining)
-			assert.Equal(t, []string{"a", "b", "d"}, result.ReplicaIDs, "a takes part in one more step")
+			assert.Equal(t, []string{"a", "b", "d"}, result.GetReplicaIds(), "a takes part in one more step")
 		}
 		for _, vote := range []<-chan fttest.Answer[bool]{a.Vote(0, 1, true, time.Minute),
 			a.Vote(1, 1, true, time.Minute)} {
@@ -101,7 +100,7 @@ func TestADrainedGroupLeavesAndNoGroupLosesAStep(t *testing.T) {
 		asked := time.Now()
 		after := append(answers{first, b.Quorum(1, 2, time.Minute)},
 			d.QuorumOfAll(2, time.Minute)...).results(t)
-		assert.Equal(t, []string{"b", "d"}, after[0].ReplicaIDs)
+		assert.Equal(t, []string{"b", "d"}, after[0].GetReplicaIds())
 		assert.Less(t, time.Since(asked), 10*time.Millisecond)
 		for _, answer := range left {
 			got := <-answer
@@ -115,7 +114,7 @@ func TestADrainedGroupLeavesAndNoGroupLosesAStep(t *testing.T) {
 		noFailure(t, d, 0)
 		assert.Zero(t, c.Log.Count("a member failed"), c.Log.String())
 		assert.Positive(t, c.Log.Count("a left as asked (drain)"), c.Log.String())
-		assert.Equal(t, after[0].QuorumID, round(t, 3, b, d)[0].QuorumID)
+		assert.Equal(t, after[0].GetQuorumId(), round(t, 3, b, d)[0].GetQuorumId())
 	})
 }
 
@@ -126,18 +125,18 @@ func TestARankDrainsItsGroupAndNoGroupLosesAStep(t *testing.T) {
 		round(t, 0, a, b)
 		// The signal reaches rank 1. It does not reach rank 0, which asks first and has the server in its
 		// process.
-		wishes := rankclient.Request{GroupRank: 1, Step: 1, Drain: true}
+		wishes := &fttest.Request{GroupRank: 1, Step: 1, Drain: true}
 		all := answers{a.Quorum(0, 1, time.Minute), a.QuorumWith(wishes, time.Minute)}
 		for i, result := range append(all, b.QuorumOfAll(1, time.Minute)...).results(t) {
 			assert.Equal(t, i < 2, result.Draining)
-			assert.Equal(t, []string{"a", "b"}, result.ReplicaIDs, "a takes part in this step")
+			assert.Equal(t, []string{"a", "b"}, result.GetReplicaIds(), "a takes part in this step")
 		}
 		for _, vote := range []<-chan fttest.Answer[bool]{a.Vote(0, 1, true, time.Minute),
 			a.Vote(1, 1, true, time.Minute)} {
 			require.True(t, (<-vote).Value)
 		}
 		left := []<-chan fttest.Answer[bool]{leave(a, 0, time.Minute), leave(a, 1, time.Minute)}
-		assert.Equal(t, []string{"b"}, round(t, 2, b)[0].ReplicaIDs)
+		assert.Equal(t, []string{"b"}, round(t, 2, b)[0].GetReplicaIds())
 		for _, answer := range left {
 			require.NoError(t, (<-answer).Err)
 		}
@@ -163,7 +162,7 @@ func TestALeaveIsRetriedUntilTheLighthouseIsBack(t *testing.T) {
 		require.Empty(t, left, "the announcement is retried")
 
 		c.StartLighthouse(1)
-		assert.Equal(t, []string{"b"}, round(t, 1, b)[0].ReplicaIDs)
+		assert.Equal(t, []string{"b"}, round(t, 1, b)[0].GetReplicaIds())
 		got := <-left
 		require.NoError(t, got.Err)
 		assert.Less(t, got.Took, 25*time.Second)
@@ -187,7 +186,7 @@ func TestALeaveIsRepeatedOnTheNextConnection(t *testing.T) {
 		time.Sleep(time.Second)
 		synctest.Wait()
 		require.Empty(t, left)
-		assert.Equal(t, []string{"b"}, round(t, 1, b)[0].ReplicaIDs)
+		assert.Equal(t, []string{"b"}, round(t, 1, b)[0].GetReplicaIds())
 		require.NoError(t, (<-left).Err)
 		a.Server.Shutdown()
 		time.Sleep(10 * time.Second)

@@ -11,7 +11,6 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
-	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -24,8 +23,8 @@ type trainer struct {
 // asks requests a quorum for all of these groups, and returns the pending answers.
 func asks(groups ...*trainer) (pending answers) {
 	for _, g := range groups {
-		pending = append(pending, g.QuorumWith(rankclient.Request{
-			Step: g.step, CommittedQuorumID: g.committed, CommitFailures: g.failures,
+		pending = append(pending, g.QuorumWith(&fttest.Request{
+			Step: g.step, CommittedQuorumId: g.committed, CommitFailures: g.failures,
 		}, time.Minute))
 	}
 	return pending
@@ -36,10 +35,10 @@ func follow(t *testing.T, pending answers, groups ...*trainer) (healed []string)
 	t.Helper()
 	for i, r := range pending.results(t) {
 		g := groups[i]
-		g.quorum = r.QuorumID
+		g.quorum = r.GetQuorumId()
 		if r.Heal {
-			healed = append(healed, r.ReplicaIDs[r.ReplicaRank])
-			g.step, g.committed = r.MaxStep, r.CommittedQuorumID
+			healed = append(healed, r.GetReplicaIds()[r.ReplicaRank])
+			g.step, g.committed = r.MaxStep, r.GetCommittedQuorumId()
 		}
 		require.Equal(t, r.MaxStep, g.step)
 	}

@@ -13,7 +13,6 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/lighthouse"
-	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -49,7 +48,7 @@ func TestAFailureIsReportedToAllAndEndsTheirWait(t *testing.T) {
 		groups[2].Host(-1).Kill()
 		failure := nextFailure(t, groups[0], 1)
 		assert.InDelta(t, grace, time.Since(failedAt), float64(atOnce))
-		assert.Equal(t, before[0].QuorumID, failure.GetQuorumId())
+		assert.Equal(t, before[0].GetQuorumId(), failure.GetQuorumId())
 		assert.Equal(t, "c", failure.GetReplicaId())
 		assert.Contains(t, failure.GetReason(), "its connection broke")
 		assert.True(t, proto.Equal(failure, nextFailure(t, groups[0], 0)))
@@ -57,7 +56,7 @@ func TestAFailureIsReportedToAllAndEndsTheirWait(t *testing.T) {
 
 		after := append(answers{first, groups[0].Quorum(1, 1, time.Minute)},
 			groups[1].QuorumOfAll(1, time.Minute)...).results(t)
-		assert.Equal(t, []string{"a", "b"}, after[0].ReplicaIDs)
+		assert.Equal(t, []string{"a", "b"}, after[0].GetReplicaIds())
 		assert.Less(t, time.Since(failedAt), grace+10*time.Millisecond,
 			"no member waited for longer than the grace")
 	})
@@ -111,7 +110,7 @@ func TestAllButOneFailAtOnceAndTheLastOneContinues(t *testing.T) {
 			failed.Server.Shutdown()
 		}
 		nextFailure(t, a, 0)
-		assert.Equal(t, []string{"a"}, round(t, 1, a)[0].ReplicaIDs)
+		assert.Equal(t, []string{"a"}, round(t, 1, a)[0].GetReplicaIds())
 		assert.Less(t, time.Since(failedAt), 2*grace)
 	})
 }
@@ -140,7 +139,7 @@ func TestWhicheverGroupsAreKilledTheOthersContinue(t *testing.T) {
 						g.Server.Shutdown()
 					}
 					start := time.Now()
-					require.Len(t, round(t, 2, alive...)[0].ReplicaIDs, len(alive))
+					require.Len(t, round(t, 2, alive...)[0].GetReplicaIds(), len(alive))
 					require.Less(t, time.Since(start), time.Second)
 				})
 			})
@@ -177,7 +176,7 @@ func TestAFlappingNetworkIsNoFailure(t *testing.T) {
 			c.Net.Interrupt("a", "lighthouse", 100*time.Millisecond)
 			c.Net.Interrupt("b", "lighthouse", 100*time.Millisecond)
 			began := time.Now()
-			assert.Equal(t, before[0].QuorumID, round(t, 1+step, a, b)[0].QuorumID)
+			assert.Equal(t, before[0].GetQuorumId(), round(t, 1+step, a, b)[0].GetQuorumId())
 			time.Sleep(time.Until(began.Add(time.Second)))
 			synctest.Wait()
 		}
@@ -209,10 +208,10 @@ func TestAQuorumThatWasLostOnTheWayIsRedelivered(t *testing.T) {
 		a1 := <-unanswered
 		require.NoError(t, a1.Err)
 		assert.Less(t, a1.Took, time.Second)
-		assert.Equal(t, b1.Value.QuorumID, a1.Value.QuorumID)
-		assert.Equal(t, before[0].QuorumID, a1.Value.QuorumID)
+		assert.Equal(t, b1.Value.GetQuorumId(), a1.Value.GetQuorumId())
+		assert.Equal(t, before[0].GetQuorumId(), a1.Value.GetQuorumId())
 		after := round(t, 2, a, b)
-		assert.Equal(t, before[0].QuorumID, after[0].QuorumID, "all continue in the same quorum")
+		assert.Equal(t, before[0].GetQuorumId(), after[0].GetQuorumId(), "all continue in the same quorum")
 	})
 }
 
@@ -226,7 +225,7 @@ func TestARankThatEndsIsTheFailureOfItsGroup(t *testing.T) {
 		assert.Contains(t, nextFailure(t, a, 0).GetReason(), "rank 1 of replica group b has failed")
 		assert.InDelta(t, grace, time.Since(failedAt), float64(atOnce))
 		after := answers(a.QuorumOfAll(1, time.Minute)).results(t)
-		assert.Equal(t, []string{"a"}, after[0].ReplicaIDs)
+		assert.Equal(t, []string{"a"}, after[0].GetReplicaIds())
 		assert.Less(t, time.Since(failedAt), grace+10*time.Millisecond)
 		// The rank is restarted, and all ranks of the group ask.
 		b.Ranks[1] = b.Dial("b/1")
@@ -235,7 +234,7 @@ func TestARankThatEndsIsTheFailureOfItsGroup(t *testing.T) {
 		second := b.Quorum(0, 0, time.Minute)
 		synctest.Wait()
 		both := append(answers{first, second}, a.QuorumOfAll(1, time.Minute)...).results(t)
-		assert.Equal(t, []string{"a", "b"}, both[0].ReplicaIDs)
+		assert.Equal(t, []string{"a", "b"}, both[0].GetReplicaIds())
 	})
 }
 
@@ -251,7 +250,7 @@ func TestARankThatEndsDuringAnInterruptionIsTheFailureOfItsGroup(t *testing.T) {
 		time.Sleep(grace - 10*time.Millisecond)
 		c.Net.Interrupt("b", "lighthouse", 50*time.Millisecond)
 		after := answers(a.QuorumOfAll(1, 10*time.Second)).results(t)
-		assert.Equal(t, []string{"a"}, after[0].ReplicaIDs)
+		assert.Equal(t, []string{"a"}, after[0].GetReplicaIds())
 		assert.Zero(t, c.Log.Count("its connection broke and it has not come back"))
 	})
 }
@@ -265,10 +264,10 @@ func TestPeersThatLostACollectiveNeedNotWaitForTheHeartbeat(t *testing.T) {
 		before := round(t, 0, a, b, d)
 		d.Host(-1).Freeze()
 		at := time.Now()
-		fttest.Suspect(a.Ranks[0], before[0].QuorumID, "")
+		fttest.Suspect(a.Ranks[0], before[0].GetQuorumId(), "")
 		time.Sleep(2 * time.Second)
 		assert.Zero(t, c.Log.Count("a member failed"), "one report is not enough")
-		fttest.Suspect(b.Ranks[0], before[0].QuorumID, "d")
+		fttest.Suspect(b.Ranks[0], before[0].GetQuorumId(), "d")
 		failure := nextFailure(t, a, 0)
 		assert.Equal(t, "d", failure.GetReplicaId())
 		assert.Contains(t, failure.GetReason(), "its peers lost the connection with it")
@@ -282,11 +281,11 @@ func TestAFalseReportEvictsNoMember(t *testing.T) {
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
 		before := round(t, 0, a, b)
 		// with two groups, one report suffices for a check
-		fttest.Suspect(a.Ranks[0], before[0].QuorumID, "b")
+		fttest.Suspect(a.Ranks[0], before[0].GetQuorumId(), "b")
 		time.Sleep(2 * time.Second)
 		assert.Equal(t, 1, c.Log.Count("peers suspect a member"))
 		after := round(t, 1, a, b)
-		assert.Equal(t, before[0].QuorumID, after[0].QuorumID)
+		assert.Equal(t, before[0].GetQuorumId(), after[0].GetQuorumId())
 	})
 }
 
@@ -303,13 +302,13 @@ func TestALighthouseThatFailsBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *
 		c.StartLighthouse(1)
 
 		began := time.Now()
-		again := b.QuorumWith(rankclient.Request{Step: 1, ShrinkOnly: true}, time.Minute)
+		again := b.QuorumWith(&fttest.Request{Step: 1, ShrinkOnly: true}, time.Minute)
 		for reported := false; !reported; {
 			switch notice := <-a.Ranks[0].Notices(); notice.GetKind() {
 			case torchftpb.Notice_PROGRESS_ASKED:
 				fttest.ReportProgress(a.Ranks[0], 0, true, "waits in allreduce")
 			case torchftpb.Notice_MEMBER_FAILED:
-				assert.Equal(t, before.QuorumID, notice.GetQuorumId())
+				assert.Equal(t, before.GetQuorumId(), notice.GetQuorumId())
 				assert.Equal(t, "b", notice.GetReplicaId())
 				assert.Contains(t, notice.GetReason(),
 					"it asks for the quorum of step 1, in which its peers wait for it")
@@ -319,8 +318,8 @@ func TestALighthouseThatFailsBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *
 		}
 		after := answers{a.Quorum(0, 1, time.Minute), again}.results(t)
 		assert.Less(t, time.Since(began), 7*time.Second)
-		assert.Equal(t, []string{"a", "b"}, after[1].ReplicaIDs)
-		assert.Greater(t, after[1].QuorumID, before.QuorumID)
+		assert.Equal(t, []string{"a", "b"}, after[1].GetReplicaIds())
+		assert.Greater(t, after[1].GetQuorumId(), before.GetQuorumId())
 	})
 }
 
@@ -374,14 +373,14 @@ func TestAMemberThatStallsWhileItsQuorumStandsIsEvicted(t *testing.T) {
 		asks := func(step, committed, failures int64, groups ...*fttest.Group) (pending answers) {
 			for _, g := range groups {
 				for rank := range int64(2) {
-					pending = append(pending, g.QuorumWith(rankclient.Request{
-						GroupRank: rank, Step: step, CommittedQuorumID: committed, CommitFailures: failures,
+					pending = append(pending, g.QuorumWith(&fttest.Request{
+						GroupRank: rank, Step: step, CommittedQuorumId: committed, CommitFailures: failures,
 					}, time.Minute))
 				}
 			}
 			return pending
 		}
-		before := asks(1, -1, 0, a, b).results(t)[0].QuorumID
+		before := asks(1, -1, 0, a, b).results(t)[0].GetQuorumId()
 		for step := int64(1); step < 4; step++ {
 			for _, g := range []*fttest.Group{a, b} {
 				first, second := g.Vote(0, step, true, time.Minute), g.Vote(1, step, true, time.Minute)
@@ -392,7 +391,7 @@ func TestAMemberThatStallsWhileItsQuorumStandsIsEvicted(t *testing.T) {
 		assert.Contains(t, named, "rank 1, step 4: does not answer")
 		assert.Equal(t, before, out)
 		after := asks(4, before, 1, a).results(t)
-		assert.Equal(t, []string{"a"}, after[0].ReplicaIDs)
+		assert.Equal(t, []string{"a"}, after[0].GetReplicaIds())
 	})
 }
 
@@ -404,9 +403,9 @@ func TestAStalledMemberIsNamedAndEvicted(t *testing.T) {
 		before := round(t, 0, a, b)
 		named, out := hangs(t, a, b, 0)
 		assert.Contains(t, named, "rank 1, step 0: does not answer")
-		assert.Equal(t, before[0].QuorumID, out)
+		assert.Equal(t, before[0].GetQuorumId(), out)
 		after := answers(a.QuorumOfAll(1, time.Minute)).results(t)
-		assert.Equal(t, []string{"a"}, after[0].ReplicaIDs)
+		assert.Equal(t, []string{"a"}, after[0].GetReplicaIds())
 
 		// The rank continues, and the group heals.
 		back := answers{b.Quorum(0, 0, time.Minute), b.Quorum(1, 0, time.Minute)}

@@ -38,7 +38,7 @@ func FuzzSession(f *testing.F) {
 	conn, log := fuzzed(f)
 	fttest.FuzzStream(f, conn, log, torchftpb.RankService_Session_FullMethodName, [][]*torchftpb.RankRequest{
 		{{Call: 1, TimeoutUs: 1000,
-			Request: &torchftpb.RankRequest_Quorum{Quorum: &torchftpb.ManagerQuorumRequest{GroupRank: -1,
+			Request: &torchftpb.RankRequest_Quorum{Quorum: &fttest.Request{GroupRank: -1,
 				Step: -1}}}},
 		{{Call: 1, TimeoutUs: -1 << 63,
 			Request: &torchftpb.RankRequest_ShouldCommit{

@@ -19,7 +19,6 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/rankclient"
-	"github.com/torchft/torchft/go/recovery"
 )
 
 const (
@@ -71,9 +70,10 @@ func (j *largeJob) group(name string, joins bool) {
 		return
 	}
 	defer func() { assert.NoError(j.t, client.Close()) }()
-	g := &largeGroup{j: j, client: client, ask: rankclient.Request{Step: 1, CommittedQuorumID: 7}}
+	g := &largeGroup{j: j, client: client,
+		ask: &fttest.Request{Step: 1, CommittedQuorumId: 7}}
 	if joins {
-		g.ask = rankclient.Request{Step: 0, CommittedQuorumID: -1}
+		g.ask = &fttest.Request{Step: 0, CommittedQuorumId: -1}
 	}
 	for first, ended := true, false; !ended; first = false {
 		if ended, err = g.attempt(first, first && joins); !assert.NoError(j.t, err) {
@@ -85,8 +85,8 @@ func (j *largeJob) group(name string, joins bool) {
 type largeGroup struct {
 	j      *largeJob
 	client *rankclient.Client
-	ask    rankclient.Request
-	in     recovery.Result
+	ask    *fttest.Request
+	in     *fttest.Result
 	stands bool
 }
 
@@ -98,11 +98,11 @@ func (g *largeGroup) attempt(first, joins bool) (last bool, err error) {
 		if g.in, err = g.client.Quorum(j.ctx, g.ask); err != nil {
 			return false, err
 		}
-		g.ask.Step = g.in.MaxStep
+		g.ask.Step = g.in.GetMaxStep()
 	}
 	time.Sleep(computes + j.upTo(computes/25))
-	j.reduce(g.in.QuorumID, g.ask.Step, g.in.ReplicaWorldSize)
-	d, err := g.client.Vote(j.ctx, 0, g.ask.Step, true)
+	j.reduce(g.in.GetQuorumId(), g.ask.Step, g.in.GetReplicaWorldSize())
+	d, err := g.client.ShouldCommit(j.ctx, 0, g.ask.Step, true)
 	if err != nil {
 		return false, err
 	}
@@ -110,7 +110,7 @@ func (g *largeGroup) attempt(first, joins bool) (last bool, err error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	switch {
-	case !d.Commit:
+	case !d.GetShouldCommit():
 		j.lost++
 	case joins:
 		j.joined = append(j.joined, g.ask.Step-others)
@@ -118,8 +118,8 @@ func (g *largeGroup) attempt(first, joins bool) (last bool, err error) {
 		j.steps = append(j.steps, time.Since(began))
 	}
 	last = j.last != 0 && g.ask.Step >= j.last
-	g.stands = d.Stands
-	g.ask = rankclient.Request{Step: g.ask.Step + 1, CommittedQuorumID: g.in.QuorumID}
+	g.stands = d.GetStands()
+	g.ask = &fttest.Request{Step: g.ask.Step + 1, CommittedQuorumId: g.in.GetQuorumId()}
 	return last, nil
 }
 

@@ -26,7 +26,7 @@ func TestALighthouseThatStartsReceivesTheLastQuorum(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b, d := c.StartGroup("a", 1), c.StartGroup("b", 1), c.StartGroup("d", 1)
-		before := round(t, 5, a, b, d)[0].QuorumID
+		before := round(t, 5, a, b, d)[0].GetQuorumId()
 		c.Net.Host("lighthouse").Kill()
 		c.Lighthouse.Shutdown()
 		d.Host(-1).Kill()
@@ -45,8 +45,8 @@ func TestALighthouseThatStartsReceivesTheLastQuorum(t *testing.T) {
 		other := b.Quorum(0, 6, time.Minute)
 		got := <-asked
 		require.NoError(t, got.Err)
-		assert.Equal(t, []string{"a", "b"}, got.Value.ReplicaIDs)
-		assert.Greater(t, got.Value.QuorumID, before)
+		assert.Equal(t, []string{"a", "b"}, got.Value.GetReplicaIds())
+		assert.Greater(t, got.Value.GetQuorumId(), before)
 		require.NoError(t, (<-other).Err)
 		assert.Less(t, time.Since(start), 6*time.Second)
 	})
@@ -55,8 +55,8 @@ func TestALighthouseThatStartsReceivesTheLastQuorum(t *testing.T) {
 func TestAListOfAddressesIsChecked(t *testing.T) {
 	c := &fttest.Cluster{T: t, Net: fttest.NewNetwork(), Log: &fttest.Log{}}
 	for list, wantError := range map[string]string{
-		"http://a:1,":            `lighthouse_addr is "": it must be http://host:port`,
-		"http://a:1,b:2":         `lighthouse_addr is "b:2"`,
+		"http://a:1,":            `lighthouse address is "": it must be http://host:port`,
+		"http://a:1,b:2":         `lighthouse address is "b:2"`,
 		"http://a:1,http://a:1":  "http://a:1 is in it twice",
 		"http://a:1,https://b:1": "all addresses of a list must begin with http://, or all with https://",
 		"https://a:1,http://b:1": "all addresses of a list must begin with http://, or all with https://",

@@ -61,7 +61,7 @@ func TestALighthouseWithoutStreams(t *testing.T) {
 		stop := serve(t, c, func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, upstream) })
 		g := c.StartGroup("a", 2)
 		for step := range int64(3) {
-			assert.Equal(t, step+1, round(t, step, g)[0].QuorumID)
+			assert.Equal(t, step+1, round(t, step, g)[0].GetQuorumId())
 		}
 		time.Sleep(10 * time.Second)
 		assert.InDelta(t, 100, upstream.beats.Load(), 3,
@@ -106,7 +106,7 @@ func TestAGroupOpensAnotherStreamWhenItsConnectionBreaks(t *testing.T) {
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
 		for step := range int64(5) {
 			for i, r := range round(t, step, a, b) {
-				assert.Equal(t, []string{"a", "b"}, r.ReplicaIDs)
+				assert.Equal(t, []string{"a", "b"}, r.GetReplicaIds())
 				assert.EqualValues(t, i, r.ReplicaRank)
 				assert.Equal(t, step, r.MaxStep)
 			}
@@ -130,7 +130,7 @@ func TestAConnectionThatBreaksInMidRound(t *testing.T) {
 		other := b.Quorum(0, 2, time.Minute)
 		got := <-asked
 		require.NoError(t, got.Err)
-		assert.Equal(t, []string{"a", "b"}, got.Value.ReplicaIDs)
+		assert.Equal(t, []string{"a", "b"}, got.Value.GetReplicaIds())
 		assert.Less(t, got.Took, 3*time.Second)
 		require.NoError(t, (<-other).Err)
 	})
@@ -190,7 +190,7 @@ func TestAQuorumThatCannotBeReadIsRequestedAgain(t *testing.T) {
 				g := c.StartGroup("a", 1)
 				got := <-g.Quorum(0, 5, time.Minute)
 				require.NoError(t, got.Err)
-				assert.EqualValues(t, 9, got.Value.QuorumID)
+				assert.EqualValues(t, 9, got.Value.GetQuorumId())
 				assert.EqualValues(t, 5, got.Value.MaxStep)
 				assert.EqualValues(t, 2, f.streams.Load())
 				g.Server.Shutdown()
@@ -409,8 +409,8 @@ func TestGroupsReconnectSoonAfterARestart(t *testing.T) {
 		time.Sleep(2 * time.Second)
 		assert.Equal(t, 4, c.Lighthouse.Status().Healthy)
 		after := round(t, 2, groups...)
-		assert.Equal(t, before[0].QuorumID, after[0].QuorumID)
-		assert.Len(t, after[0].ReplicaIDs, 4)
+		assert.Equal(t, before[0].GetQuorumId(), after[0].GetQuorumId())
+		assert.Len(t, after[0].GetReplicaIds(), 4)
 	})
 }
 

@@ -18,7 +18,6 @@ import (
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/manager"
-	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -47,7 +46,7 @@ func TestThePhasesOfAQuorumThatStands(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a := c.StartGroup("a", 1)
-		answers{a.QuorumWith(rankclient.Request{Step: 1, CommittedQuorumID: 7}, time.Minute)}.results(t)
+		answers{a.QuorumWith(&fttest.Request{Step: 1, CommittedQuorumId: 7}, time.Minute)}.results(t)
 		for step := range int64(3) {
 			time.Sleep(2 * time.Second)
 			require.NoError(t, (<-a.Vote(0, 1+step, true, time.Minute)).Err)

@@ -20,27 +20,27 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
-	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/rankclient"
-	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // asker makes calls for a rank, by one of the paths.
 type asker struct {
-	quorum func(ctx context.Context, req rankclient.Request) (any, error)
+	quorum func(ctx context.Context, req *fttest.Request) (any, error)
 	vote   func(ctx context.Context, rank, step int64, vote bool) (any, error)
 	end    func()
 }
 
 func askerOf(client *rankclient.Client) asker {
 	return asker{
-		quorum: func(ctx context.Context, req rankclient.Request) (any,
-			error) {
-			return client.Quorum(ctx, req)
+		quorum: func(ctx context.Context, req *fttest.Request) (any, error) {
+			client.Trace.Store(new(tracing.ParentOf(ctx)))
+			resp, err := client.Quorum(ctx, req)
+			return resp.String(), err
 		},
 		vote: func(ctx context.Context, rank, step int64, vote bool) (any, error) {
-			return client.ShouldCommit(ctx, rank, step, vote)
+			client.Trace.Store(new(tracing.ParentOf(ctx)))
+			return fttest.Commits(client.ShouldCommit(ctx, rank, step, vote))
 		},
 		end: func() { _ = client.Close() },
 	}
@@ -56,15 +56,11 @@ func unaryAsker(c *fttest.Cluster, g *fttest.Group) asker {
 	unknown := protowire.AppendVarint(protowire.AppendTag(nil, 5000, protowire.VarintType), 7)
 	peer := "manager at " + g.Server.Address()
 	return asker{
-		quorum: func(ctx context.Context, req rankclient.Request) (any, error) {
-			message := wire.RequestToProto(req)
-			message.Traceparent = tracing.ParentOf(ctx)
-			message.ProtoReflect().SetUnknown(unknown)
-			resp, err := stub.Quorum(ctx, message)
-			if err != nil {
-				return recovery.Result{}, rpc.Wrap("quorum", peer, err)
-			}
-			return wire.ResultFromProto(resp), nil
+		quorum: func(ctx context.Context, req *fttest.Request) (any, error) {
+			req.Traceparent = tracing.ParentOf(ctx)
+			req.ProtoReflect().SetUnknown(unknown)
+			resp, err := stub.Quorum(ctx, req)
+			return resp.String(), rpc.Wrap("quorum", peer, err)
 		},
 		vote: func(ctx context.Context, rank, step int64, vote bool) (any, error) {
 			message := &torchftpb.ShouldCommitRequest{GroupRank: rank, Step: step, ShouldCommit: vote,
@@ -95,7 +91,7 @@ type outcome struct {
 
 func TestARequestHasTheSameAnswerOnEachPath(t *testing.T) {
 	quorum := func(ctx context.Context, a asker) (any, error) {
-		return a.quorum(ctx, rankclient.Request{GroupRank: 1, Step: 5, CommittedQuorumID: -1, Handle: "h",
+		return a.quorum(ctx, &fttest.Request{GroupRank: 1, Step: 5, CommittedQuorumId: -1, ReconfigureHandle: "h",
 			CheckpointMetadata: "here"})
 	}
 	vote := func(ctx context.Context, a asker) (any, error) { return a.vote(ctx, 1, 5, true) }
@@ -113,7 +109,7 @@ func TestARequestHasTheSameAnswerOnEachPath(t *testing.T) {
 			answerTime},
 		"a quorum of no rank": {
 			func(ctx context.Context, a asker) (any, error) {
-				return a.quorum(ctx, rankclient.Request{GroupRank: 2})
+				return a.quorum(ctx, &fttest.Request{GroupRank: 2})
 			}, nil, codes.InvalidArgument, 0,
 		},
 		"a quorum at the end of the server": {quorum, func(g *fttest.Group, _ func()) { g.Server.Shutdown() },
@@ -215,7 +211,7 @@ func TestAQuorumNeedsADeadline(t *testing.T) {
 			g := c.StartGroup("g", 2)
 			a := dial(c, g)
 			defer a.end()
-			_, err := a.quorum(context.Background(), rankclient.Request{GroupRank: 1})
+			_, err := a.quorum(context.Background(), &fttest.Request{GroupRank: 1})
 			assert.Equal(t, codes.InvalidArgument, status.Code(err), way)
 			assert.ErrorContains(t, err, "the quorum call has no deadline", way)
 			g.Vote(0, 5, true, time.Minute)

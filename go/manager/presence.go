@@ -99,10 +99,10 @@ func (s *Server) expectWithinGrace(groupRank int64) {
 
 // lighthouseReached repeats the reports of disconnected ranks and of a broken collective: this lighthouse may
 // not have received them, because the stream was broken at that time, or another lighthouse served then.
-// Without its report, a lighthouse keeps a group whose manager server answers, and the other groups would wait
-// for a rank that has failed; and a leader would wait for the heartbeats of a member that failed together with
-// the former leader. A repeated report does no harm: the lighthouse ignores it if the group has a pending
-// request, or the collective was of another quorum.
+// Without its report, a lighthouse keeps a group whose manager server answers, and the other groups would
+// wait for a rank that has failed; and a leader would wait for the heartbeats of a member that failed
+// together with the former leader. A repeated report does no harm: the lighthouse ignores it if the group has
+// a pending request, or the collective was of another quorum.
 func (s *Server) lighthouseReached() {
 	s.reportSuspected()
 	s.mu.Lock()

@@ -11,7 +11,6 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
-	"github.com/torchft/torchft/go/recovery"
 )
 
 // agreeing returns three lighthouses that form a cluster, and groups that know all of them.
@@ -47,16 +46,16 @@ func TestALeaderThatFailsCostsNoStep(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				l, groups := agreeing(t, "a", "b", "d")
 				before := round(t, 1, groups...)[0]
-				assert.Equal(t, before.QuorumID, round(t, 2, groups...)[0].QuorumID)
+				assert.Equal(t, before.GetQuorumId(), round(t, 2, groups...)[0].GetQuorumId())
 
 				leader, start := l.Leader(), time.Now()
 				one.fail(l, leader)
 				after := round(t, 3, groups...)[0]
 				t.Logf("the next quorum came after %s", time.Since(start))
 				assert.Less(t, time.Since(start), one.within)
-				assert.Equal(t, before.QuorumID, after.QuorumID)
-				assert.Equal(t, []string{"a", "b", "d"}, after.ReplicaIDs)
-				assert.Equal(t, before.QuorumID, round(t, 4, groups...)[0].QuorumID)
+				assert.Equal(t, before.GetQuorumId(), after.GetQuorumId())
+				assert.Equal(t, []string{"a", "b", "d"}, after.GetReplicaIds())
+				assert.Equal(t, before.GetQuorumId(), round(t, 4, groups...)[0].GetQuorumId())
 			})
 		})
 	}
@@ -74,8 +73,8 @@ func TestANewLeaderContinuesFromTheLog(t *testing.T) {
 		start := time.Now()
 		got := <-groups[0].Quorum(0, 8, time.Minute)
 		require.NoError(t, got.Err)
-		assert.Equal(t, []string{"a"}, got.Value.ReplicaIDs)
-		assert.Greater(t, got.Value.QuorumID, before.QuorumID)
+		assert.Equal(t, []string{"a"}, got.Value.GetReplicaIds())
+		assert.Greater(t, got.Value.GetQuorumId(), before.GetQuorumId())
 		assert.Greater(t, time.Since(start), 4*time.Second, "b has the heartbeat timeout to come")
 	})
 }
@@ -90,11 +89,11 @@ func TestANewLeaderHearsWhichMembersFailedWithTheFormerOne(t *testing.T) {
 		groups[2].Host(-1).Kill()
 		start := time.Now()
 		for i, g := range groups[:2] {
-			fttest.Suspect(g.Ranks[0], before[i].QuorumID, "")
+			fttest.Suspect(g.Ranks[0], before[i].GetQuorumId(), "")
 		}
 		time.Sleep(100 * time.Millisecond) // as a rank, which aborts its collectives first
 		for _, got := range round(t, 8, groups[:2]...) {
-			assert.Equal(t, []string{"a", "b"}, got.ReplicaIDs)
+			assert.Equal(t, []string{"a", "b"}, got.GetReplicaIds())
 		}
 		assert.Less(t, time.Since(start), 2500*time.Millisecond)
 	})
@@ -125,7 +124,7 @@ func TestWithoutAMajorityTheJobWaits(t *testing.T) {
 		assert.Contains(t, l.Log.String(), "no lighthouse of the cluster leads")
 		l.Start(back)
 		for _, got := range asked.results(t) {
-			assert.Equal(t, before.QuorumID, got.QuorumID)
+			assert.Equal(t, before.GetQuorumId(), got.GetQuorumId())
 		}
 	})
 }
@@ -139,7 +138,7 @@ func TestARollingRestartCostsNoStep(t *testing.T) {
 		for _, host := range fttest.AgreeingHosts {
 			l.Kill(host)
 			for range 5 {
-				assert.Equal(t, before.QuorumID, round(t, step, groups...)[0].QuorumID)
+				assert.Equal(t, before.GetQuorumId(), round(t, step, groups...)[0].GetQuorumId())
 				step++
 			}
 			l.Start(host)
@@ -152,7 +151,7 @@ func TestARollingRestartCostsNoStep(t *testing.T) {
 // channels receive the answers of the others.
 func answeredInPart(
 	t *testing.T, net *fttest.Network, host string, step int64, groups []*fttest.Group, names ...string,
-) (first recovery.Result, others answers) {
+) (first *fttest.Result, others answers) {
 	for _, g := range groups[1:] {
 		others = append(others, g.QuorumOfAll(step, 20*time.Second)...)
 	}
@@ -170,10 +169,10 @@ func answeredInPart(
 
 // The groups whose answer of a round was lost receive that round from the next leader, or from the restarted
 // lighthouse. The first group waits for them in its collective, and asks nothing.
-func redelivered(t *testing.T, first recovery.Result, others answers, step int64, groups []*fttest.Group) {
+func redelivered(t *testing.T, first *fttest.Result, others answers, step int64, groups []*fttest.Group) {
 	for _, got := range others.results(t) {
-		assert.Equal(t, first.QuorumID, got.QuorumID)
-		assert.Equal(t, first.ReplicaIDs, got.ReplicaIDs)
+		assert.Equal(t, first.GetQuorumId(), got.GetQuorumId())
+		assert.Equal(t, first.GetReplicaIds(), got.GetReplicaIds())
 		assert.Equal(t, step, got.MaxStep)
 		assert.False(t, got.Heal)
 	}
@@ -184,7 +183,7 @@ func redelivered(t *testing.T, first recovery.Result, others answers, step int64
 	}
 	for range 2 {
 		step++
-		assert.Equal(t, first.QuorumID, round(t, step, groups...)[0].QuorumID)
+		assert.Equal(t, first.GetQuorumId(), round(t, step, groups...)[0].GetQuorumId())
 	}
 }
 

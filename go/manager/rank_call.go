@@ -11,29 +11,18 @@ import (
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
-	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/round"
-	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// rankCall is a pending request of a rank. It arrives by one of three paths: a unary call (service.go), a
-// stream (session.go), or a call within this process (direct.go). Each path converts the request, calls
-// Server.begin, and calls end when it has the answer.
+// rankCall is a request of a rank. It arrives by one of three paths: a unary call (service.go), a stream
+// (session.go), or a call within this process (direct.go).
 type rankCall struct {
 	kind          callKind
-	round.Request        // for a vote: only rank and step; for a request for metadata: only the rank
-	vote          bool   // for a vote: its value
-	traceparent   string // of the rank's span; empty if it is not traced
-	deadline      time.Time
+	round.Request             // for a vote: only rank and step; for a request for metadata: only the rank
+	vote          bool        // for a vote: its value
+	traceparent   string      // of the rank's span; empty if it is not traced
 	conn          *connection // if it breaks, the rank counts as disconnected; nil if the rank has none
-
-	span *tracing.Span // ended by end
-
-	// The server's lock guards these.
-	id       round.WaiterID
-	answered bool
-	expiry   *time.Timer
 }
 
 type callKind int
@@ -42,7 +31,6 @@ const (
 	quorumCall callKind = iota
 	voteCall
 	metadataCall
-	unknownCall // on a session
 )
 
 // answer is the result of a call.
@@ -54,113 +42,82 @@ type answer struct {
 	err      error
 }
 
-func quorumFromProto(req *torchftpb.ManagerQuorumRequest) rankCall {
-	return rankCall{kind: quorumCall, Request: wire.RequestFromProto(req), traceparent: req.GetTraceparent()}
-}
+// replyMargin is the longest time by which a call is answered before its deadline, so that the answer still
+// reaches the rank: an error names what the call waited for.
+const replyMargin = 100 * time.Millisecond
 
-func voteFromProto(req *torchftpb.ShouldCommitRequest) rankCall {
-	return rankCall{
-		kind:        voteCall,
-		Request:     round.Request{GroupRank: req.GetGroupRank(), Step: req.GetStep()},
-		vote:        req.GetShouldCommit(),
-		traceparent: req.GetTraceparent(),
+// do makes a call, and returns its answer: shortly before the deadline of ctx at the latest, or when ctx is
+// done.
+func (s *Server) do(ctx context.Context, c rankCall) (a answer) {
+	last := time.Now().Add(rpc.MaxWait)
+	deadline, bounded := ctx.Deadline()
+	if bounded {
+		last = rpc.Sooner(deadline, replyMargin)
 	}
-}
-
-// do begins a call with the deadline of ctx, and returns its answer, or an error when ctx is done.
-func (s *Server) do(ctx context.Context, c rankCall) answer {
-	c.deadline, _ = ctx.Deadline()
-	answered := make(chan answer, 1)
-	s.begin(&c, func(a answer) { answered <- a })
+	known := last // until when the lighthouse may take to answer
+	if c.kind == quorumCall {
+		if !bounded {
+			return answer{err: status.Error(codes.InvalidArgument,
+				"the quorum call has no deadline (grpc-timeout): it must have one")}
+		}
+		last = last.Add(deadline.Sub(last) / 2) // its error is more specific than that of the call's end
+	}
+	span := s.traced(&c)
+	defer func() {
+		if c.kind == voteCall && a.err == nil {
+			span.Set(attribute.Bool("torchft.committed", a.commit))
+		}
+		span.End(a.err)
+	}()
+	id, answered := s.begin(&c, known, span)
+	expired := time.NewTimer(time.Until(last))
+	defer expired.Stop()
+	cause := context.DeadlineExceeded
 	select {
 	case a := <-answered:
-		return c.end(a)
+		return a
+	case <-expired.C:
 	case <-ctx.Done():
+		cause = ctx.Err()
 	}
-	s.abandon(&c, ctx.Err())
-	a := c.end(<-answered)
-	if a.err != nil && errors.Is(ctx.Err(), context.Canceled) {
-		a.err = status.FromContextError(ctx.Err()).Err() // the same error as over a network
+	select {
+	case a := <-answered: // before the end of the call
+		return a
+	default:
+	}
+	s.withdraw(id, cause)
+	if a = <-answered; a.err != nil && errors.Is(cause, context.Canceled) {
+		a.err = status.FromContextError(cause).Err() // the same error as over a network
 	}
 	return a
 }
 
-// begin feeds a call to the machine, and calls answered once, with the answer: shortly before the call's
-// deadline at the latest, and possibly before begin returns. answered must not block: it is mostly called
-// under the server's lock.
-func (s *Server) begin(c *rankCall, answered func(answer)) {
-	if c.kind == quorumCall && c.deadline.IsZero() {
-		answered(answer{err: status.Error(codes.InvalidArgument,
-			"the quorum call has no deadline (grpc-timeout): it must have one")})
-		return
-	}
-	c.span = s.traced(c)
-
+// begin feeds a call to the machine. known is until when the lighthouse may take to answer it.
+func (s *Server) begin(c *rankCall, known time.Time, span *tracing.Span) (round.WaiterID, <-chan answer) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if c.conn != nil && s.has(c.GroupRank) {
 		s.presence.seen(c.conn, c.GroupRank)
 	}
-	if c.kind == quorumCall && c.span != nil {
-		s.parent = c.span.Parent()
+	if c.kind == quorumCall && span != nil {
+		s.parent = span.Parent()
 	}
-	c.id = s.waiters.AddFunc(func(a answer) {
-		c.answered = true
-		if c.expiry != nil {
-			c.expiry.Stop()
-		}
-		answered(a)
-	})
-	s.step(s.eventOf(c))
-	if !c.answered {
-		c.expiry = rpc.AfterFunc(s.log, "the deadline of a call",
-			func() { s.abandon(c, context.DeadlineExceeded) })
-		c.expiry.Reset(time.Until(c.lastMoment()))
-	}
-}
-
-// lastMoment returns when a call without an answer is answered with an error. This is early enough for the
-// rank to receive the error, which names what the call waited for, before its own deadline.
-func (c *rankCall) lastMoment() time.Time {
-	if c.deadline.IsZero() {
-		return time.Now().Add(rpc.MaxWait)
-	}
-	sooner := rpc.Sooner(c.deadline, replyMargin)
-	if c.kind == quorumCall {
-		// after the end of the request to the lighthouse (ask), whose reason is more specific
-		return sooner.Add(c.deadline.Sub(sooner) / 2)
-	}
-	return sooner
-}
-
-// eventOf returns the machine's event for a call.
-func (s *Server) eventOf(c *rankCall) round.Event {
+	id, answered := s.waiters.Add()
 	switch c.kind {
 	case quorumCall:
-		return round.QuorumAsked{Request: c.Request, Waiter: c.id, Deadline: c.deadline}
+		s.step(round.QuorumAsked{Request: c.Request, Waiter: id, Deadline: known})
 	case voteCall:
-		return round.Voted{Waiter: c.id, GroupRank: c.GroupRank, Step: c.Step, ShouldCommit: c.vote}
-	default:
-		return round.MetadataAsked{Waiter: c.id, GroupRank: c.GroupRank}
+		s.step(round.Voted{Waiter: id, GroupRank: c.GroupRank, Step: c.Step, ShouldCommit: c.vote})
+	case metadataCall:
+		s.step(round.MetadataAsked{Waiter: id, GroupRank: c.GroupRank})
 	}
+	return id, answered
 }
 
-// abandon answers a call that has no answer yet, with the machine's description of what it waits for.
-func (s *Server) abandon(c *rankCall, cause error) {
+// withdraw answers a call that has no answer yet, with the machine's description of what it waits for.
+func (s *Server) withdraw(id round.WaiterID, cause error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if c.answered || c.id == 0 {
-		return
-	}
-	s.step(round.Withdrawn{Waiter: c.id, Timeout: errors.Is(cause, context.DeadlineExceeded)})
-	s.waiters.Answer(c.id, answer{err: status.FromContextError(cause).Err()})
-}
-
-// end records a call's answer in its span, and returns it.
-func (c *rankCall) end(a answer) answer {
-	if c.kind == voteCall && a.err == nil && c.span != nil {
-		c.span.Set(attribute.Bool("torchft.committed", a.commit))
-	}
-	c.span.End(a.err)
-	return a
+	s.step(round.Withdrawn{Waiter: id, Timeout: errors.Is(cause, context.DeadlineExceeded)})
+	s.waiters.Answer(id, answer{err: status.FromContextError(cause).Err()})
 }

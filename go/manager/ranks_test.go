@@ -199,11 +199,11 @@ func simulateRanks() {
 }
 
 // requestOf returns a rank's request: it has the address of its state and the handle of its process group.
-func requestOf(rank, of int, step int64) rankclient.Request {
-	return rankclient.Request{
-		GroupRank: int64(rank), GroupWorldSize: int64(of), Step: step, CommittedQuorumID: 1,
+func requestOf(rank, of int, step int64) *fttest.Request {
+	return &fttest.Request{
+		GroupRank: int64(rank), GroupWorldSize: int64(of), Step: step, CommittedQuorumId: 1,
 		CheckpointMetadata: fmt.Sprintf("http://node-%05d.cluster.local:%d", rank/8, 30000+rank%8),
-		Handle: fmt.Sprintf("tcp://node-%05d.cluster.local:%d/0123456789abcdef", rank/8,
+		ReconfigureHandle: fmt.Sprintf("tcp://node-%05d.cluster.local:%d/0123456789abcdef", rank/8,
 			40000+rank%8),
 	}
 }

@@ -9,7 +9,6 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
-	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/local"
 	"github.com/torchft/torchft/go/internal/rpc"
@@ -47,7 +46,6 @@ type Server struct {
 	heals  groupHeal
 
 	badCount sync.Once // logs only the first refused torchftpb.Counted, whichever rank sent it
-	trouble  string    // why the lighthouse is not reached; empty if it is
 	closed   bool
 }
 
@@ -90,7 +88,7 @@ func NewServer(cfg ServerConfig) (*Server, error) {
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	g := rpc.NewGRPC(gate, s.log, grpc.StatsHandler(connectionTracker{s}), rpc.RankPings())
 	torchftpb.RegisterManagerServiceServer(g, service{server: s})
-	torchftpb.RegisterRankServiceServer(g, sessions{service: service{server: s}})
+	torchftpb.RegisterRankServiceServer(g, service{server: s})
 	s.rpc = rpc.Serve(lis, gate, g, s.handler(gate), s.log)
 	rpc.Go(&s.tasks, s.log, "heartbeat", s.attend)
 	rpc.Go(&s.tasks, s.log, "notices", s.handleNotices)
@@ -145,16 +143,6 @@ func (s *Server) leave(ctx context.Context) error {
 // has reports whether the group has a rank.
 func (s *Server) has(groupRank int64) bool { return groupRank >= 0 && groupRank < s.cfg.WorldSize }
 
-// failed returns the error of a call. If its deadline passed while the lighthouse could not be reached, the
-// error contains the reason for that.
-func (s *Server) failed(event round.Event, f round.Failure) error {
-	err := wire.ToStatus(f)
-	if _, withdrawn := event.(round.Withdrawn); withdrawn && s.trouble != "" && rpc.IsTimeout(err) {
-		return status.Errorf(status.Code(err), "%s; %s", rpc.Message(err), s.trouble)
-	}
-	return err
-}
-
 // step feeds the machine one event, and carries out its actions. The caller holds mu: nothing may block.
 func (s *Server) step(event round.Event) {
 	_ = rpc.Guarded(s.log, "the manager server", func() {
@@ -163,7 +151,7 @@ func (s *Server) step(event round.Event) {
 		// before the actions: a stop or a request must not overtake it
 		s.membership.Trains(s.machine.Standing())
 		s.meters.observe(event, actions, now)
-		s.carryOut(event, actions)
+		s.carryOut(actions)
 	}, func(err error) { // all pending calls get the error, and a new machine begins
 		for _, cancel := range s.asking {
 			cancel()
@@ -176,7 +164,7 @@ func (s *Server) step(event round.Event) {
 	})
 }
 
-func (s *Server) carryOut(event round.Event, actions []round.Action) {
+func (s *Server) carryOut(actions []round.Action) {
 	for _, action := range actions {
 		switch a := action.(type) {
 		case round.AskLighthouse:
@@ -212,7 +200,7 @@ func (s *Server) carryOut(event round.Event, actions []round.Action) {
 				Message: &torchftpb.MemberMessage_Incomplete{Incomplete: a.Reason},
 			})
 		case round.Fail:
-			s.waiters.Answer(a.Waiter, answer{err: s.failed(event, a.Failure)})
+			s.waiters.Answer(a.Waiter, answer{err: wire.ToStatus(a.Failure)})
 		}
 	}
 }

@@ -91,7 +91,7 @@ func TestAPanicBecomesAnErrorAndTheServerContinues(t *testing.T) {
 			return &quorum.Quorum{ID: 7, Members: []quorum.Member{{ReplicaID: "a", Step: 1}}}, nil
 		}
 		for _, r := range round(t, 1, g) {
-			assert.EqualValues(t, 7, r.QuorumID)
+			assert.EqualValues(t, 7, r.GetQuorumId())
 		}
 	})
 }
@@ -105,7 +105,7 @@ func TestAQuorumCallNeedsADeadline(t *testing.T) {
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
 		_, err = torchftpb.NewManagerServiceClient(conn).Quorum(context.Background(),
-			&torchftpb.ManagerQuorumRequest{})
+			&fttest.Request{})
 		assert.Equal(t, codes.InvalidArgument, status.Code(err))
 		assert.ErrorContains(t, err, "grpc-timeout")
 	})
@@ -117,7 +117,7 @@ func TestRanksOutsideTheGroupAreRefused(t *testing.T) {
 		g := c.StartGroup("a", 2)
 		for _, rank := range []int64{-1, 2} {
 			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-			_, err := g.Ranks[0].Quorum(ctx, rankclient.Request{GroupRank: rank})
+			_, err := g.Ranks[0].Quorum(ctx, &fttest.Request{GroupRank: rank})
 			assert.Equal(t, codes.InvalidArgument, status.Code(err))
 			_, err = g.Ranks[0].ShouldCommit(ctx, rank, 1, true)
 			assert.Equal(t, codes.InvalidArgument, status.Code(err))
@@ -183,7 +183,7 @@ func TestValidate(t *testing.T) {
 		`token_file (TORCHFT_TOKEN_FILE) is`:  func(c *manager.ServerConfig) { c.Security.TokenFile = "/missing" },
 		`replica_id is "\xff"`:                func(c *manager.ServerConfig) { c.ReplicaID = "\xff" },
 		`store_addr is "\xff"`:                func(c *manager.ServerConfig) { c.StoreAddr = "\xff" },
-		`lighthouse_addr is "localhost:1"`:    func(c *manager.ServerConfig) { c.LighthouseAddr = "localhost:1" },
+		`lighthouse address is "localhost:1"`: func(c *manager.ServerConfig) { c.LighthouseAddr = "localhost:1" },
 		`hostname is ""`:                      func(c *manager.ServerConfig) { c.Hostname = "" },
 		`hostname is "http://h"`:              func(c *manager.ServerConfig) { c.Hostname = "http://h" },
 		`bind is "nowhere"`:                   func(c *manager.ServerConfig) { c.Bind = "nowhere" },
@@ -253,21 +253,21 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	sibling := fttest.Start(func() (bool, error) {
-		r, err := far.Quorum(ctx, rankclient.Request{GroupRank: 1})
+		r, err := far.Quorum(ctx, &fttest.Request{GroupRank: 1})
 		return r.ReplicaWorldSize == 1, err
 	})
-	r, err := near.Quorum(ctx, rankclient.Request{GroupRank: 0})
+	r, err := near.Quorum(ctx, &fttest.Request{GroupRank: 0})
 	require.NoError(t, err)
-	assert.Equal(t, []string{"a"}, r.ReplicaIDs)
+	assert.Equal(t, []string{"a"}, r.GetReplicaIds())
 	require.NoError(t, (<-sibling).Err)
 
-	failed := &torchftpb.Notice{Kind: torchftpb.Notice_MEMBER_FAILED, QuorumId: r.QuorumID, ReplicaId: "b",
+	failed := &torchftpb.Notice{Kind: torchftpb.Notice_MEMBER_FAILED, QuorumId: r.GetQuorumId(), ReplicaId: "b",
 		Reason: "it ended"}
 	failing.failures <- failed
 	assert.True(t, proto.Equal(failed, <-near.Notices()))
 	assert.True(t, proto.Equal(failed, <-far.Notices()))
 
-	_, err = near.Quorum(context.Background(), rankclient.Request{GroupRank: 0})
+	_, err = near.Quorum(context.Background(), &fttest.Request{GroupRank: 0})
 	assert.Equal(t, codes.InvalidArgument, status.Code(err),
 		"a call in the process is refused by the same rule as one over the network")
 
@@ -278,7 +278,7 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	assert.True(t, rpc.IsTimeout(err), "%v", err)
 	assert.ErrorContains(t, err, "ranks 1")
 
-	vote := fttest.Start(func() (bool, error) { return far.ShouldCommit(ctx, 1, 1, true) })
+	vote := fttest.Start(func() (bool, error) { return fttest.Commits(far.ShouldCommit(ctx, 1, 1, true)) })
 	require.Eventually(t, server.AllRanksWait, time.Minute, time.Millisecond)
 	require.NoError(t, near.Close())
 	assert.Equal(t, codes.Aborted, status.Code((<-vote).Err), "a closed client counts as a failed rank")
@@ -337,7 +337,7 @@ func TestGarbageDoesNotEndTheServer(t *testing.T) {
 	defer func() { require.NoError(t, client.Close()) }()
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	_, err = client.Quorum(ctx, rankclient.Request{})
+	_, err = client.Quorum(ctx, &fttest.Request{})
 	require.NoError(t, err)
 }
 

@@ -13,20 +13,23 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// service serves torchft.ManagerService: it converts requests and answers.
+// service serves torchft.ManagerService and torchft.RankService: it converts requests and answers.
 type service struct {
 	torchftpb.UnimplementedManagerServiceServer
+	torchftpb.UnimplementedRankServiceServer
 	server *Server
+	conn   *connection // of all calls; nil: it follows from the context of each
 }
 
 func (s service) Quorum(
 	ctx context.Context, req *torchftpb.ManagerQuorumRequest,
 ) (*torchftpb.ManagerQuorumResponse, error) {
-	a := s.do(ctx, quorumFromProto(req))
+	a := s.do(ctx, rankCall{kind: quorumCall, Request: wire.RequestFromProto(req),
+		traceparent: req.GetTraceparent()})
 	if a.err != nil {
 		return nil, a.err
 	}
-	return wire.ResultToProto(*a.result), nil
+	return wire.ResultToProto(a.result), nil
 }
 
 func (s service) CheckpointMetadata(
@@ -42,7 +45,9 @@ func (s service) CheckpointMetadata(
 func (s service) ShouldCommit(
 	ctx context.Context, req *torchftpb.ShouldCommitRequest,
 ) (*torchftpb.ShouldCommitResponse, error) {
-	a := s.do(ctx, voteFromProto(req))
+	a := s.do(ctx, rankCall{kind: voteCall,
+		Request: round.Request{GroupRank: req.GetGroupRank(), Step: req.GetStep()},
+		vote:    req.GetShouldCommit(), traceparent: req.GetTraceparent()})
 	if a.err != nil {
 		return nil, a.err
 	}
@@ -51,8 +56,13 @@ func (s service) ShouldCommit(
 
 // do handles a call of a rank. The rank counts as disconnected when the connection of its calls breaks.
 func (s service) do(ctx context.Context, c rankCall) answer {
-	c.conn, c.traceparent = connectionOf(ctx), cmp.Or(c.traceparent, tracing.Incoming(ctx))
+	c.conn, c.traceparent = cmp.Or(s.conn, connectionOf(ctx)), cmp.Or(c.traceparent, tracing.Incoming(ctx))
 	return s.server.do(ctx, c)
+}
+
+// Leave waits for the lighthouse, not for the other ranks.
+func (s service) Leave(ctx context.Context, _ *torchftpb.LeaveRequest) (*torchftpb.LeaveResponse, error) {
+	return &torchftpb.LeaveResponse{}, s.server.leave(ctx)
 }
 
 func (s service) Kill(ctx context.Context, req *torchftpb.KillRequest) (*torchftpb.KillResponse, error) {

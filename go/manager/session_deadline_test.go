@@ -52,7 +52,7 @@ func TestACallThatCannotConnectEndsAtItsDeadline(t *testing.T) {
 			return fttest.Start(func() (bool, error) {
 				ctx, cancel := context.WithTimeout(t.Context(), timeout)
 				defer cancel()
-				return client.ShouldCommit(ctx, 1, 0, true)
+				return fttest.Commits(client.ShouldCommit(ctx, 1, 0, true))
 			})
 		}
 		long, short := call(2*time.Second), call(time.Second)

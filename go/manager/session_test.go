@@ -49,7 +49,7 @@ func TestAServerWithoutSessionsGivesItsMetadata(t *testing.T) {
 		metadata, err := client.CheckpointMetadata(ctx, 0)
 		require.NoError(t, err)
 		assert.Equal(t, "http://upstream:2", metadata)
-		_, err = client.Quorum(ctx, rankclient.Request{})
+		_, err = client.Quorum(ctx, &fttest.Request{})
 		assert.Equal(t, codes.Unimplemented, status.Code(err))
 	})
 }
@@ -86,7 +86,9 @@ func TestARankThatCancelsIsNoVoter(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("a", 3)
 		ctx, cancel := context.WithCancel(t.Context())
-		vote := fttest.Start(func() (bool, error) { return g.Ranks[0].ShouldCommit(ctx, 0, 5, true) })
+		vote := fttest.Start(func() (bool, error) {
+			return fttest.Commits(g.Ranks[0].ShouldCommit(ctx, 0, 5, true))
+		})
 		sibling := g.Vote(1, 5, true, time.Minute)
 		synctest.Wait()
 		cancel()
@@ -228,7 +230,7 @@ func TestARankThatDoesNotReadDelaysNoOther(t *testing.T) {
 		for step := range int64(6) {
 			require.NoError(t, deaf.Send(&torchftpb.RankRequest{Call: uint64(step) + 1, TimeoutUs: 60e6,
 				Request: &torchftpb.RankRequest_Quorum{
-					Quorum: &torchftpb.ManagerQuorumRequest{Step: step},
+					Quorum: &fttest.Request{Step: step},
 				}}))
 			synctest.Wait()
 			asked := answers{g.Quorum(1, step, time.Minute), g.Quorum(2, step, time.Minute)}

@@ -17,7 +17,6 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/manager"
-	"github.com/torchft/torchft/go/rankclient"
 )
 
 // counted is what a group and the lighthouse sent each other: the messages by direction, and the largest one.
@@ -111,7 +110,7 @@ func messagesOfAMinute(t *testing.T, steps int64) (seen [2]counted) {
 		}
 		var asked answers
 		for _, g := range groups {
-			asked = append(asked, g.QuorumWith(rankclient.Request{Step: 1, CommittedQuorumID: 7},
+			asked = append(asked, g.QuorumWith(&fttest.Request{Step: 1, CommittedQuorumId: 7},
 				time.Minute))
 		}
 		asked.results(t)

@@ -29,9 +29,6 @@ func (s *Server) traced(c *rankCall) *tracing.Span {
 func (s *Server) tracedAsk(a round.AskLighthouse) *tracing.Span {
 	parent := s.parent
 	s.parent = ""
-	if parent == "" {
-		return nil
-	}
 	return tracing.Continue(parent, "manager.ask_lighthouse", a.Member.Step,
 		attribute.String("torchft.replica_id", s.cfg.ReplicaID))
 }

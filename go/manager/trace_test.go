@@ -16,8 +16,6 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/tracing"
-	"github.com/torchft/torchft/go/rankclient"
-	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -33,8 +31,8 @@ func TestATraceGoesFromTheRanksToTheLighthouse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
-		ask := func(g *fttest.Group, rank int, traceparent string) <-chan fttest.Answer[recovery.Result] {
-			return g.QuorumBelow(traceparent, rankclient.Request{GroupRank: int64(rank), Step: 7},
+		ask := func(g *fttest.Group, rank int, traceparent string) <-chan fttest.Answer[*fttest.Result] {
+			return g.QuorumBelow(traceparent, &fttest.Request{GroupRank: int64(rank), Step: 7},
 				time.Minute)
 		}
 		first := ask(a, 0, traceOf(0))
@@ -42,7 +40,7 @@ func TestATraceGoesFromTheRanksToTheLighthouse(t *testing.T) {
 		all := answers{first, ask(a, 1, traceOf(1))}
 		time.Sleep(time.Second)
 		all = append(all, ask(b, 0, ""), ask(b, 1, "")) // group b sends no traceparent
-		id := all.results(t)[0].QuorumID
+		id := all.results(t)[0].GetQuorumId()
 		synctest.Wait()
 
 		found := map[string]tracetest.SpanStub{}
@@ -81,7 +79,7 @@ func TestATraceOfACanceledWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a := c.StartGroup("a", 1)
-		require.Error(t, (<-a.QuorumBelow(traceOf(0), rankclient.Request{}, time.Second)).Err)
+		require.Error(t, (<-a.QuorumBelow(traceOf(0), &fttest.Request{}, time.Second)).Err)
 		a.Server.Shutdown()
 		synctest.Wait()
 		found := spans.GetSpans()
@@ -130,8 +128,15 @@ func TestTheVotesOfAStepAreInItsTrace(t *testing.T) {
 		// Rank 0 votes in the server's process, rank 1 on its session, and rank 2 by a unary call like
 		// upstream clients.
 		votes := []func(ctx context.Context) (bool, error){
-			func(ctx context.Context) (bool, error) { return a.Dial("a").ShouldCommit(ctx, 0, 7, true) },
-			func(ctx context.Context) (bool, error) { return a.Ranks[1].ShouldCommit(ctx, 1, 7, true) },
+			func(ctx context.Context) (bool, error) {
+				client := a.Dial("a")
+				client.Trace.Store(new(tracing.ParentOf(ctx)))
+				return fttest.Commits(client.ShouldCommit(ctx, 0, 7, true))
+			},
+			func(ctx context.Context) (bool, error) {
+				a.Ranks[1].Trace.Store(new(tracing.ParentOf(ctx)))
+				return fttest.Commits(a.Ranks[1].ShouldCommit(ctx, 1, 7, true))
+			},
 			func(ctx context.Context) (bool, error) {
 				resp, err := torchftpb.NewManagerServiceClient(conn).ShouldCommit(ctx,
 					&torchftpb.ShouldCommitRequest{GroupRank: 2, Step: 7})
@@ -180,8 +185,9 @@ func TestSpansOfACanceledVoteAndOfARankWithoutTrace(t *testing.T) {
 		require.Error(t, (<-a.Vote(0, 7, true, time.Second)).Err)
 		synctest.Wait()
 		require.Empty(t, spans.GetSpans())
-		ctx, cancel := context.WithTimeout(tracing.Below(t.Context(), traceOf(0)), time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
+		a.Ranks[0].Trace.Store(new(traceOf(0)))
 		_, err := a.Ranks[0].ShouldCommit(ctx, 0, 7, true)
 		require.Error(t, err)
 		synctest.Wait()

@@ -93,12 +93,12 @@ func (m message) cast(ctx context.Context) (any, error) {
 	if err != nil {
 		return nil, err
 	}
-	d, err := client.Vote(ctx, m.groupRank, m.step, m.vote != 0)
+	d, err := client.ShouldCommit(ctx, m.groupRank, m.step, m.vote != 0)
 	decision := int64(0)
-	if d.Commit {
+	if d.GetShouldCommit() {
 		decision++
 	}
-	if d.Stands {
+	if d.GetStands() {
 		decision++
 	}
 	return decision, ops.CallFailed(err)

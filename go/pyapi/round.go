@@ -2,29 +2,26 @@ package pyapi
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"strings"
 
 	"google.golang.org/protobuf/encoding/protojson"
 
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/pyapi/ops"
 	"github.com/torchft/torchft/go/rankclient"
-	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// ManagerRoundStart waits for the group and for the lighthouse. request is the JSON of rankclient.Request.
-// The result is the JSON of quorumResult or, if only the step differs from the last round and this group
-// takes part in no heal, the number max_step. first: the caller has no earlier result, and so needs the whole
-// result. Every result in JSON also ends a wait of ManagerChangeStart.
+// ManagerRoundStart waits for the group and for the lighthouse. request is the JSON of a
+// torchftpb.ManagerQuorumRequest. The result is the JSON of the response or, if only the step differs from
+// the last round and this group takes part in no heal, the number max_step. first: the caller has no earlier
+// result, and so needs the whole result. Every result in JSON also ends a wait of ManagerChangeStart.
 func ManagerRoundStart(handle int64, request string, first bool, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
-	req, err := parseRequest(request)
-	if err != nil {
-		return 0, err
+	req := &torchftpb.ManagerQuorumRequest{}
+	if err := protojson.Unmarshal([]byte(request), req); err != nil {
+		return 0, ops.As(ops.Value, fmt.Errorf("request: %w", err))
 	}
 	return start(handle, micros(timeoutUs), func(ctx context.Context, c *rankclient.Client) (any, error) {
 		result, err := c.Quorum(ctx, req)
@@ -32,38 +29,11 @@ func ManagerRoundStart(handle int64, request string, first bool, timeoutUs int64
 			return nil, ops.CallFailed(err)
 		}
 		if !c.Changed(result) && !first {
-			return result.MaxStep, nil
+			return result.GetMaxStep(), nil
 		}
 		c.Notify()
-		return toJSON(newQuorumResult(result))
+		return toJSON(result) // with protojson, Python would get its numbers as texts
 	})
-}
-
-// parseRequest refuses unknown fields, which would be dropped silently.
-func parseRequest(text string) (req rankclient.Request, err error) {
-	decoder := json.NewDecoder(strings.NewReader(text))
-	decoder.DisallowUnknownFields()
-	if err := decoder.Decode(&req); err != nil {
-		return req, ops.As(ops.Value, fmt.Errorf("request: %w", err))
-	}
-	return req, nil
-}
-
-// quorumResult is a result with the fields of its one source under the names of QuorumResult in
-// torchft/_records.py.
-type quorumResult struct {
-	recovery.Result
-	RecoverSrcManagerAddress string `json:"recover_src_manager_address"`
-	RecoverSrcReplicaRank    *int64 `json:"recover_src_replica_rank"`
-}
-
-func newQuorumResult(r recovery.Result) quorumResult {
-	q := quorumResult{Result: r}
-	if len(r.Sources) > 0 {
-		q.RecoverSrcManagerAddress = r.Sources[0].ManagerAddress
-		q.RecoverSrcReplicaRank = &r.Sources[0].ReplicaRank
-	}
-	return q
 }
 
 // ManagerChangeStart waits for a round whose result is JSON, not a number (ManagerRoundStart).

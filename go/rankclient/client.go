@@ -8,17 +8,13 @@ import (
 	"sync/atomic"
 	"time"
 
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
 	"github.com/torchft/torchft/go/internal/local"
 	"github.com/torchft/torchft/go/internal/rpc"
-	"github.com/torchft/torchft/go/internal/tracing"
-	"github.com/torchft/torchft/go/recovery"
-	"github.com/torchft/torchft/go/round"
-)
-
-// Request is a rank's request for the next quorum, Decision the outcome of a vote.
-type (
-	Request  = round.Request
-	Decision = local.Decision
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // Client is one rank's connection to a manager server. To a server in the same process it is direct, without
@@ -36,7 +32,7 @@ type Client struct {
 	end    context.CancelFunc
 
 	mu   sync.Mutex
-	last *recovery.Result // result of the last round
+	last *torchftpb.ManagerQuorumResponse // of the last round
 }
 
 func newClient(peer string, calls local.Calls) *Client {
@@ -59,32 +55,44 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, with r
 }
 
 // Quorum waits until every rank of the group has asked and the lighthouse has answered.
-func (c *Client) Quorum(ctx context.Context, req Request) (recovery.Result, error) {
-	r, err := c.Calls.Quorum(c.below(ctx), req)
-	return r, rpc.Wrap("quorum", c.peer, err)
+func (c *Client) Quorum(
+	ctx context.Context, req *torchftpb.ManagerQuorumRequest,
+) (*torchftpb.ManagerQuorumResponse, error) {
+	req.Traceparent = c.traceparent()
+	return call(ctx, c, "quorum", c.Calls.Quorum, req)
 }
 
 // CheckpointMetadata returns the checkpoint address that a rank of the server's group announced last.
 func (c *Client) CheckpointMetadata(ctx context.Context, groupRank int64) (string, error) {
-	metadata, err := c.Calls.CheckpointMetadata(ctx, groupRank)
-	return metadata, rpc.Wrap("checkpoint_metadata", c.peer, err)
+	resp, err := call(ctx, c, "checkpoint_metadata", c.Calls.CheckpointMetadata,
+		&torchftpb.CheckpointMetadataRequest{Rank: groupRank})
+	return resp.GetCheckpointMetadata(), err
 }
 
-// ShouldCommit waits until every rank of the group has voted on the step: true if all votes are.
-func (c *Client) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {
-	d, err := c.Vote(ctx, groupRank, step, vote)
-	return d.Commit, err
-}
-
-// Vote does the same as ShouldCommit, and returns more.
-func (c *Client) Vote(ctx context.Context, groupRank, step int64, vote bool) (Decision, error) {
-	d, err := c.Calls.Vote(c.below(ctx), groupRank, step, vote)
-	return d, rpc.Wrap("should_commit", c.peer, err)
+// ShouldCommit waits until every rank of the group has voted on the step.
+func (c *Client) ShouldCommit(
+	ctx context.Context, groupRank, step int64, vote bool,
+) (*torchftpb.ShouldCommitResponse, error) {
+	return call(ctx, c, "should_commit", c.Calls.ShouldCommit, &torchftpb.ShouldCommitRequest{
+		GroupRank: groupRank, Step: step, ShouldCommit: vote, Traceparent: c.traceparent(),
+	})
 }
 
 // Leave announces that the group has completed its last step, and waits until no peer needs its data.
 func (c *Client) Leave(ctx context.Context) error {
-	return rpc.Wrap("leave", c.peer, c.Calls.Leave(ctx))
+	_, err := call(ctx, c, "leave", c.Calls.Leave, &torchftpb.LeaveRequest{})
+	return err
+}
+
+// call makes a call, and names it in its error.
+func call[Q, A any](
+	ctx context.Context, c *Client, name string, do func(context.Context, *Q) (*A, error), request *Q,
+) (*A, error) {
+	if c.closed.Err() != nil {
+		return nil, rpc.Wrap(name, c.peer, status.Error(codes.Canceled, "the client is closed"))
+	}
+	answer, err := do(ctx, request)
+	return answer, rpc.Wrap(name, c.peer, err)
 }
 
 // Close ends the connection, with every call and every wait for Change.
@@ -106,19 +114,23 @@ func (c *Client) Notify() {
 
 // Changed records a round's result, and reports whether it differs from the previous one in more than the
 // step, or the group takes part in a heal.
-func (c *Client) Changed(r recovery.Result) bool {
+func (c *Client) Changed(r *torchftpb.ManagerQuorumResponse) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	before := c.last
-	c.last = &r
-	return before == nil || r.Heal || len(r.RecoverDstReplicaRank) > 0 || len(r.HelpDstReplicaRank) > 0 ||
-		!before.SameButStep(&r)
+	before := proto.CloneOf(c.last)
+	c.last = r
+	if before == nil || r.GetHeal() || len(r.GetRecoverDstReplicaRanks()) > 0 ||
+		len(r.GetHelpDstReplicaRanks()) > 0 {
+		return true
+	}
+	before.MaxStep = r.GetMaxStep()
+	return !proto.Equal(before, r)
 }
 
-// below makes the spans of a call children of the step's span, if the step is traced.
-func (c *Client) below(ctx context.Context) context.Context {
-	if parent := c.Trace.Load(); parent != nil {
-		return tracing.Below(ctx, *parent)
+// traceparent returns the trace context of the step; empty if it is not traced.
+func (c *Client) traceparent() string {
+	if trace := c.Trace.Load(); trace != nil {
+		return *trace
 	}
-	return ctx
+	return ""
 }

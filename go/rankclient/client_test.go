@@ -5,15 +5,15 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 func ptr(n int64) *int64 { return &n }
 
-func steady() recovery.Result {
-	return recovery.Result{
-		QuorumID: 7, ReplicaRank: 1, ReplicaWorldSize: 2, StoreAddress: "store:1", MaxStep: 10,
-		MaxReplicaRank: ptr(1), MaxWorldSize: 2, ReplicaIDs: []string{"a", "b"}, Handles: []string{"x", "y"},
+func steady() *torchftpb.ManagerQuorumResponse {
+	return &torchftpb.ManagerQuorumResponse{
+		QuorumId: 7, ReplicaRank: 1, ReplicaWorldSize: 2, StoreAddress: "store:1", MaxStep: 10,
+		MaxReplicaRank: ptr(1), MaxWorldSize: 2, ReplicaIds: []string{"a", "b"}, ReconfigureHandles: []string{"x", "y"},
 	}
 }
 
@@ -22,7 +22,7 @@ func TestANewQuorumIsAChange(t *testing.T) {
 	require.True(t, c.Changed(steady()), "the first result")
 	require.False(t, c.Changed(steady()))
 	after := steady()
-	after.QuorumID++
+	after.QuorumId++
 	require.True(t, c.Changed(after))
 	require.False(t, c.Changed(after))
 }
@@ -42,7 +42,7 @@ func TestAHealIsAChangeEveryTime(t *testing.T) {
 	require.True(t, c.Changed(heal))
 	require.True(t, c.Changed(heal))
 	serve := steady()
-	serve.RecoverDstReplicaRank = []int64{0}
+	serve.RecoverDstReplicaRanks = []int64{0}
 	require.True(t, c.Changed(serve))
 	require.True(t, c.Changed(serve))
 }

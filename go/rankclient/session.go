@@ -10,10 +10,8 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/rpc"
-	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/membership"
-	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -45,39 +43,34 @@ func newSession(conn *grpc.ClientConn) *session {
 	return s
 }
 
-func (s *session) Quorum(ctx context.Context, req Request) (recovery.Result, error) {
-	s.rank.Store(req.GroupRank)
-	message := wire.RequestToProto(req)
-	message.Traceparent = tracing.ParentOf(ctx)
-	resp, err := s.call(ctx, &torchftpb.RankRequest{Request: &torchftpb.RankRequest_Quorum{Quorum: message}})
-	if err != nil {
-		return recovery.Result{}, err
-	}
-	return wire.ResultFromProto(resp.GetQuorum()), nil
+func (s *session) Quorum(
+	ctx context.Context, req *torchftpb.ManagerQuorumRequest,
+) (*torchftpb.ManagerQuorumResponse, error) {
+	s.rank.Store(req.GetGroupRank())
+	resp, err := s.call(ctx, &torchftpb.RankRequest{Request: &torchftpb.RankRequest_Quorum{Quorum: req}})
+	return resp.GetQuorum(), err
 }
 
-func (s *session) Vote(ctx context.Context, groupRank, step int64, vote bool) (Decision, error) {
-	resp, err := s.call(ctx, &torchftpb.RankRequest{Request: &torchftpb.RankRequest_ShouldCommit{
-		ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: groupRank, Step: step, ShouldCommit: vote,
-			Traceparent: tracing.ParentOf(ctx)},
-	}})
-	return Decision{Commit: resp.GetShouldCommit().GetShouldCommit(),
-		Stands: resp.GetShouldCommit().GetStands()}, err
+func (s *session) ShouldCommit(
+	ctx context.Context, req *torchftpb.ShouldCommitRequest,
+) (*torchftpb.ShouldCommitResponse, error) {
+	resp, err := s.call(ctx,
+		&torchftpb.RankRequest{Request: &torchftpb.RankRequest_ShouldCommit{ShouldCommit: req}})
+	return resp.GetShouldCommit(), err
 }
 
-func (s *session) Leave(ctx context.Context) error {
+func (s *session) Leave(ctx context.Context, req *torchftpb.LeaveRequest) (*torchftpb.LeaveResponse, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
-	_, err := torchftpb.NewRankServiceClient(s.conn).Leave(ctx, &torchftpb.LeaveRequest{})
-	return err
+	return torchftpb.NewRankServiceClient(s.conn).Leave(ctx, req)
 }
 
-func (s *session) CheckpointMetadata(ctx context.Context, groupRank int64) (string, error) {
+func (s *session) CheckpointMetadata(
+	ctx context.Context, req *torchftpb.CheckpointMetadataRequest,
+) (*torchftpb.CheckpointMetadataResponse, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
-	resp, err := torchftpb.NewManagerServiceClient(s.conn).CheckpointMetadata(ctx,
-		&torchftpb.CheckpointMetadataRequest{Rank: groupRank})
-	return resp.GetCheckpointMetadata(), err
+	return torchftpb.NewManagerServiceClient(s.conn).CheckpointMetadata(ctx, req)
 }
 
 func (s *session) Notices() <-chan *torchftpb.Notice { return s.notices }

@@ -77,7 +77,7 @@ func (v *View) Compute(groupRank int64, initSync bool) (Result, error) {
 		return Result{}, fmt.Errorf("group_rank is %d: it must be at least 0", groupRank)
 	}
 	r := v.common
-	r.Handles, r.WithoutHandles = v.handles(groupRank)
+	r.ReconfigureHandles, r.ReplicasWithoutHandles = v.handles(groupRank)
 
 	// The primary is the member at whose store the rank meets its peers. The ranks of a group have different
 	// primaries, so that the stores share the load.
@@ -144,24 +144,21 @@ func assign(
 		healing++
 
 		if sources[first] == int(r.ReplicaRank) {
-			r.RecoverDstReplicaRank = append(r.RecoverDstReplicaRank, int64(i))
+			r.RecoverDstReplicaRanks = append(r.RecoverDstReplicaRanks, int64(i))
 		}
 		additional := additionalTo(members, sources, first)
 		if slices.Contains(additional, int(r.ReplicaRank)) {
-			r.HelpDstReplicaRank = append(r.HelpDstReplicaRank, int64(i))
+			r.HelpDstReplicaRanks = append(r.HelpDstReplicaRanks, int64(i))
 		}
 		if int64(i) != r.ReplicaRank {
 			continue
 		}
 		for _, i := range additional {
-			r.AdditionalSources = append(r.AdditionalSources, members[i].Address)
+			r.AdditionalSourceAddresses = append(r.AdditionalSourceAddresses, members[i].Address)
 		}
+		source := int64(sources[first])
 		r.Heal = true
-		r.Sources = make([]Source, len(sources))
-		for j := range sources {
-			rank := sources[(first+int64(j))%int64(len(sources))]
-			r.Sources[j] = Source{ReplicaRank: int64(rank), ManagerAddress: members[rank].Address}
-		}
+		r.RecoverSrcReplicaRank, r.RecoverSrcManagerAddress = &source, members[source].Address
 	}
 }
 

@@ -42,7 +42,7 @@ func TestComputeOfOneRank(t *testing.T) {
 		initSync  bool
 
 		heal     bool
-		sources  []int64
+		source   *int64
 		dsts     []int64
 		store    string
 		maxRank  *int64
@@ -53,7 +53,7 @@ func TestComputeOfOneRank(t *testing.T) {
 		{name: "first step, the primary serves all", steps: []int64{0, 0, 0}, replica: "a", initSync: true,
 			dsts: []int64{1, 2}, store: "store a", maxRank: rank(0), maxWorld: 3},
 		{name: "first step, the others heal from it", steps: []int64{0, 0, 0}, replica: "c", initSync: true,
-			heal: true, sources: []int64{0}, store: "store a", maxRank: rank(2), maxWorld: 3},
+			heal: true, source: rank(0), store: "store a", maxRank: rank(2), maxWorld: 3},
 		{name: "first step, each rank has its own primary", steps: []int64{0, 0, 0}, replica: "b",
 			groupRank: 4, initSync: true,
 			dsts: []int64{0, 2}, store: "store b", maxRank: rank(1), maxWorld: 3},
@@ -62,30 +62,28 @@ func TestComputeOfOneRank(t *testing.T) {
 		{name: "all equal", steps: []int64{5, 5}, replica: "b", groupRank: 1, initSync: true,
 			store: "store b", maxRank: rank(1), maxWorld: 2},
 		{name: "the group that is behind", steps: []int64{5, 2, 5}, replica: "b", initSync: true,
-			heal: true, sources: []int64{0, 2}, store: "store a", maxWorld: 2},
+			heal: true, source: rank(0), store: "store a", maxWorld: 2},
 		{name: "ranks of one group heal from different groups", steps: []int64{5, 2, 5}, replica: "b",
 			groupRank: 1,
-			heal:      true, sources: []int64{2, 0}, store: "store c", maxWorld: 2},
+			heal:      true, source: rank(2), store: "store c", maxWorld: 2},
 		{name: "the groups that are behind use different sources", steps: []int64{0, 5, 1, 5, 0},
 			replica: "b",
 			dsts:    []int64{0, 4}, store: "store b", maxRank: rank(0), maxWorld: 2},
 		{name: "the other source", steps: []int64{0, 5, 1, 5, 0}, replica: "d",
 			dsts: []int64{2}, store: "store b", maxRank: rank(1), maxWorld: 2},
 		{name: "the largest group rank", steps: []int64{5, 0}, replica: "b", groupRank: math.MaxInt64,
-			heal: true, sources: []int64{0}, store: "store a", maxWorld: 1},
+			heal: true, source: rank(0), store: "store a", maxWorld: 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			r, err := compute(c.replica, c.groupRank, at(c.steps...), c.initSync)
 			require.NoError(t, err)
 			require.Equal(t, int64(7), r.QuorumID)
 			require.Equal(t, c.heal, r.Heal)
-			var sources []int64
-			for _, s := range r.Sources {
-				sources = append(sources, s.ReplicaRank)
-				require.Equal(t, "http://"+r.ReplicaIDs[s.ReplicaRank], s.ManagerAddress)
+			require.Equal(t, c.source, r.RecoverSrcReplicaRank)
+			if c.source != nil {
+				require.Equal(t, "http://"+r.ReplicaIDs[*c.source], r.RecoverSrcManagerAddress)
 			}
-			require.Equal(t, c.sources, sources)
-			require.Equal(t, c.dsts, r.RecoverDstReplicaRank)
+			require.Equal(t, c.dsts, r.RecoverDstReplicaRanks)
 			require.Equal(t, c.store, r.StoreAddress)
 			require.Equal(t, c.maxRank, r.MaxReplicaRank)
 			require.Equal(t, c.maxWorld, r.MaxWorldSize)
@@ -192,8 +190,8 @@ func TestHandlesOnlyIfAllRanksSentThem(t *testing.T) {
 			c.change(q)
 			r, err := compute("a", 1, q, true)
 			require.NoError(t, err)
-			require.Equal(t, c.want, r.Handles)
-			require.Equal(t, c.lack, r.WithoutHandles)
+			require.Equal(t, c.want, r.ReconfigureHandles)
+			require.Equal(t, c.lack, r.ReplicasWithoutHandles)
 		})
 	}
 }
@@ -240,21 +238,21 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 			require.Equal(t, plans[0].MaxWorldSize, p.MaxWorldSize)
 			latest := p.CommittedQuorumID == 0 || p.CommittedQuorumID == committed[i]
 			require.Equal(t, steps[i] == p.MaxStep && latest, p.MaxReplicaRank != nil)
-			require.Equal(t, p.Heal, len(p.Sources) > 0)
-			require.False(t, p.Heal && len(p.RecoverDstReplicaRank) > 0, "a healing group is no source")
+			require.Equal(t, p.Heal, p.RecoverSrcReplicaRank != nil)
+			require.False(t, p.Heal && len(p.RecoverDstReplicaRanks) > 0, "a healing group is no source")
 			if p.MaxReplicaRank == nil {
 				require.True(t, p.Heal, "a group that is behind heals")
 			}
 			if p.Heal {
 				healing++
 			}
-			for _, d := range p.RecoverDstReplicaRank {
+			for _, d := range p.RecoverDstReplicaRanks {
 				require.NotContains(t, served, d, "two groups serve one target")
 				served[d] = p.ReplicaRank
 			}
-			for _, d := range p.HelpDstReplicaRank {
+			for _, d := range p.HelpDstReplicaRanks {
 				require.False(t, p.Heal, "a healing group is no additional source")
-				require.NotEqual(t, plans[d].Sources[0].ReplicaRank, p.ReplicaRank,
+				require.NotEqual(t, *plans[d].RecoverSrcReplicaRank, p.ReplicaRank,
 					"the assigned source of a target is no additional source of it")
 				additional[d] = append(additional[d], fmt.Sprint("http://", p.ReplicaIDs[i]))
 			}
@@ -270,13 +268,11 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 				"source %d serves more than its share", s)
 		}
 		for d, s := range served {
-			require.Equal(t, s, plans[d].Sources[0].ReplicaRank, "source and target agree")
-			require.ElementsMatch(t, additional[d], plans[d].AdditionalSources,
+			require.Equal(t, s, *plans[d].RecoverSrcReplicaRank, "source and target agree")
+			require.ElementsMatch(t, additional[d], plans[d].AdditionalSourceAddresses,
 				"the additional sources and the target agree")
-			require.LessOrEqual(t, len(plans[d].AdditionalSources), mostAdditional)
-			for _, source := range plans[d].Sources {
-				require.False(t, plans[source.ReplicaRank].Heal, "a source is up to date")
-			}
+			require.LessOrEqual(t, len(plans[d].AdditionalSourceAddresses), mostAdditional)
+			require.False(t, plans[s].Heal, "a source is up to date")
 		}
 	}
 }
@@ -315,7 +311,7 @@ func TestAdditionalSources(t *testing.T) {
 				for _, id := range c.additional[m.ReplicaID] {
 					want = append(want, "http://"+id)
 				}
-				require.Equal(t, want, r.AdditionalSources)
+				require.Equal(t, want, r.AdditionalSourceAddresses)
 				if _, heals := c.additional[m.ReplicaID]; heals {
 					require.True(t, r.Heal)
 				}

@@ -84,19 +84,19 @@ func requireAsRecorded(t *testing.T, recorded recordedQuorum) {
 		require.Equal(t, want.MaxReplicaRank, got.MaxReplicaRank)
 		require.Equal(t, want.MaxWorldSize, got.MaxWorldSize)
 		require.Equal(t, want.Heal, got.Heal)
-		require.ElementsMatch(t, want.Destinations, got.RecoverDstReplicaRank)
+		require.ElementsMatch(t, want.Destinations, got.RecoverDstReplicaRanks)
 		if want.Heal {
-			require.Equal(t, *want.Source, got.Sources[0].ReplicaRank)
-			require.Equal(t, "http://"+want.SourceOwner, got.Sources[0].ManagerAddress)
+			require.Equal(t, *want.Source, *got.RecoverSrcReplicaRank)
+			require.Equal(t, "http://"+want.SourceOwner, got.RecoverSrcManagerAddress)
 		} else {
-			require.Empty(t, got.Sources)
+			require.Nil(t, got.RecoverSrcReplicaRank)
 		}
 		// For a group that sent no handle, upstream has "" in the list; ours leaves the list empty. With
 		// both, the groups then meet at the store.
 		if slices.Contains(want.Handles, "") || len(want.Handles) == 0 {
-			require.Empty(t, got.Handles)
+			require.Empty(t, got.ReconfigureHandles)
 		} else {
-			require.Equal(t, want.Handles, got.Handles)
+			require.Equal(t, want.Handles, got.ReconfigureHandles)
 		}
 	}
 }

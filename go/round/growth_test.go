@@ -38,7 +38,7 @@ func (c *many) each(from int, event func(rank int64) Event) {
 
 func (c *many) ask(step int64) func(int64) Event {
 	return func(rank int64) Event {
-		return QuorumAsked{Request: Request{GroupRank: rank, Step: step, Handle: fmt.Sprint("h", rank)},
+		return QuorumAsked{Request: Request{GroupRank: rank, Step: step, ReconfigureHandle: fmt.Sprint("h", rank)},
 			Waiter: c.waiter, Deadline: epoch.Add(time.Minute)}
 	}
 }

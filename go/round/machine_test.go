@@ -14,9 +14,9 @@ var epoch = time.Date(2026, 11, 1, 0, 0, 0, 0, time.UTC)
 func TestTheRequestHasTheRecordOfTheGroup(t *testing.T) {
 	m := NewMachine(Group{ReplicaID: "g", Address: "http://g", StoreAddress: "s", WorldSize: 2})
 	require.Empty(t, m.Step(QuorumAsked{Waiter: 1,
-		Request:  Request{GroupRank: 1, Step: 3, Handle: "h1", CommitFailures: 2},
+		Request:  Request{GroupRank: 1, Step: 3, ReconfigureHandle: "h1", CommitFailures: 2},
 		Deadline: epoch.Add(2 * time.Second)}, epoch))
-	actions := m.Step(QuorumAsked{Waiter: 2, Request: Request{GroupRank: 0, Step: 3, Handle: "h0",
+	actions := m.Step(QuorumAsked{Waiter: 2, Request: Request{GroupRank: 0, Step: 3, ReconfigureHandle: "h0",
 		ShrinkOnly: true}, Deadline: epoch.Add(time.Second)}, epoch)
 	require.Equal(t, []Action{AskLighthouse{
 		Round: 1, Deadline: epoch.Add(time.Second),
@@ -30,8 +30,8 @@ func TestTheRequestHasTheRecordOfTheGroup(t *testing.T) {
 	q := &quorum.Quorum{ID: 9, Members: []quorum.Member{actions[0].(AskLighthouse).Member}}
 	actions = m.Step(QuorumKnown{Round: 1, Quorum: q}, epoch)
 	require.Len(t, actions, 2)
-	require.Equal(t, []string{"h0"}, actions[0].(AnswerQuorum).Result.Handles)
-	require.Equal(t, []string{"h1"}, actions[1].(AnswerQuorum).Result.Handles)
+	require.Equal(t, []string{"h0"}, actions[0].(AnswerQuorum).Result.ReconfigureHandles)
+	require.Equal(t, []string{"h1"}, actions[1].(AnswerQuorum).Result.ReconfigureHandles)
 }
 
 func TestGroupValidate(t *testing.T) {

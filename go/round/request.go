@@ -6,32 +6,31 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// Request is a rank's request for the next quorum. It comes from Python as JSON: the tags are the names of
-// QuorumRequest in torchft/_records.py.
+// Request is a rank's request for the next quorum.
 type Request struct {
-	GroupRank int64 `json:"group_rank"`
-	Step      int64 `json:"step"`
+	GroupRank int64
+	Step      int64
 	// the address at which healing ranks fetch this rank's state
-	CheckpointMetadata string `json:"checkpoint_metadata"`
-	ShrinkOnly         bool   `json:"shrink_only"`
-	InitSync           bool   `json:"init_sync"`
-	CommitFailures     int64  `json:"commit_failures"`
+	CheckpointMetadata string
+	ShrinkOnly         bool
+	InitSync           bool
+	CommitFailures     int64
 	// the quorum in which this rank's weights were committed; -1: none since the group began, 0: not reported
-	CommittedQuorumID int64  `json:"committed_quorum_id"`
-	Handle            string `json:"reconfigure_handle"` // of this rank's process group, if it has one
-	GroupWorldSize    int64  `json:"group_world_size"`   // as configured for this rank; 0: not reported
+	CommittedQuorumID int64
+	ReconfigureHandle string // of this rank's process group, if it has one
+	GroupWorldSize    int64  // as configured for this rank; 0: not reported
 	// ReplaysFailedSteps: this rank keeps its gradients, and can reduce them again (quorum.Member).
-	ReplaysFailedSteps bool `json:"replays_failed_steps"`
+	ReplaysFailedSteps bool
 	// AsksEachStep: no quorum of this rank's group stands (quorum.Member).
-	AsksEachStep bool `json:"asks_each_step"`
+	AsksEachStep bool
 	// CutsBySpeed: this rank's loader cuts a batch by the speeds of the groups (quorum.Member).
-	CutsBySpeed bool `json:"cuts_by_speed"`
+	CutsBySpeed bool
 	// Layout has a digest of the tensors that this rank reduces, and their size (quorum.Member.Layouts);
 	// empty: not known.
-	Layout string `json:"layout"`
+	Layout string
 	// Drain: a signal requested that this rank's group leaves. It is not sent to the lighthouse: the machine
 	// keeps it, like the lighthouse's Drained, and the lighthouse learns of it when the group leaves.
-	Drain bool `json:"drain"`
+	Drain bool
 }
 
 // announces returns the part of a request that the other groups learn with the next quorum, and that does not
@@ -66,8 +65,8 @@ func merge(member quorum.Member, ranks []*QuorumAsked) (_ quorum.Member, agree b
 		member.ReplaysFailedSteps = member.ReplaysFailedSteps && a.ReplaysFailedSteps
 		member.CutsBySpeed = member.CutsBySpeed && a.CutsBySpeed
 		member.CommitFailures = max(member.CommitFailures, a.CommitFailures)
-		if a.Handle != "" {
-			handles = append(handles, a.Handle)
+		if a.ReconfigureHandle != "" {
+			handles = append(handles, a.ReconfigureHandle)
 		}
 		if a.Layout != "" {
 			layouts = append(layouts, a.Layout)

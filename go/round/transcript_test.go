@@ -80,7 +80,7 @@ func (r *scribe) run(words []string) []string {
 				InitSync:           slices.Contains(args, "init"),
 				CommitFailures:     r.number(transcript.Option(args, "failures")),
 				CommittedQuorumID:  r.number(transcript.Option(args, "committed")),
-				Handle:             transcript.Option(args, "handle"),
+				ReconfigureHandle:  transcript.Option(args, "handle"),
 				GroupWorldSize:     r.number(transcript.Option(args, "world")),
 				Layout:             transcript.Option(args, "layout"),
 				ReplaysFailedSteps: slices.Contains(args, "replays"),
@@ -211,10 +211,10 @@ func describeAction(action Action) string {
 		line := fmt.Sprintf("waiter %d: quorum %d, replica rank %d of %d", a.Waiter, a.Result.QuorumID,
 			a.Result.ReplicaRank, a.Result.ReplicaWorldSize)
 		if a.Result.Heal {
-			line += ", heals from " + a.Result.Sources[0].ManagerAddress
+			line += ", heals from " + a.Result.RecoverSrcManagerAddress
 		}
-		if len(a.Result.RecoverDstReplicaRank) > 0 {
-			line += fmt.Sprintf(", serves %v", a.Result.RecoverDstReplicaRank)
+		if len(a.Result.RecoverDstReplicaRanks) > 0 {
+			line += fmt.Sprintf(", serves %v", a.Result.RecoverDstReplicaRanks)
 		}
 		if a.Result.Draining {
 			line += ", draining"

@@ -30,7 +30,7 @@ type (
 	QuorumAsked struct {
 		Request
 		Waiter   WaiterID
-		Deadline time.Time // until when this rank waits
+		Deadline time.Time // until when the lighthouse may take to answer
 	}
 	// QuorumKnown: the lighthouse answered a round, or failed to.
 	QuorumKnown struct {

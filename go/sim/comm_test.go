@@ -3,7 +3,7 @@ package sim
 import (
 	"time"
 
-	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // comm is a process group, with its present collective. The job's mu guards it.
@@ -23,15 +23,15 @@ type waiter struct {
 }
 
 // joinComm connects a rank to the members of a quorum, if its id is new.
-func (r *rank) joinComm(res *recovery.Result) {
-	key := planeKey{res.QuorumID, r.index}
+func (r *rank) joinComm(res *torchftpb.ManagerQuorumResponse) {
+	key := planeKey{res.GetQuorumId(), r.index}
 	if r.comm != nil && r.comm.key == key {
 		return
 	}
 	r.leaveComm(false)
 	comms := r.g.j.comms
 	if comms[key] == nil {
-		comms[key] = &comm{key: key, members: res.ReplicaIDs, waiting: map[string]*waiter{}}
+		comms[key] = &comm{key: key, members: res.GetReplicaIds(), waiting: map[string]*waiter{}}
 	}
 	r.comm = comms[key]
 }

@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/torchft/torchft/go/quorum"
-	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // judge checks the rules in a history. The runner reports to it the faults, the actions of members and ranks,
@@ -328,16 +328,16 @@ func (j *judge) learns(l *life, q *quorum.Quorum) {
 }
 
 // trainsOn records that a group begins a later step of a quorum that stands.
-func (j *judge) trainsOn(l *life, a *recovery.Result) {
+func (j *judge) trainsOn(l *life, a *torchftpb.ManagerQuorumResponse) {
 	q := l.quorum
-	if !q.Stands || q.ID != a.QuorumID || a.MaxStep <= l.maxStep {
+	if !q.Stands || q.ID != a.GetQuorumId() || a.GetMaxStep() <= l.maxStep {
 		return
 	}
 	l.quorum = q.At(quorum.State{Step: a.MaxStep, CommittedQuorumID: q.ID})
 	l.attempt++
 	l.maxStep, l.behind = behind(l.id, l.quorum)
-	if q.ID == j.result.lastID && a.MaxStep > j.stood {
-		j.stood = a.MaxStep
+	if q.ID == j.result.lastID && a.GetMaxStep() > j.stood {
+		j.stood = a.GetMaxStep()
 		j.result.rounds++
 	}
 }

@@ -216,10 +216,9 @@ var mistakes = []mistake{
 		nil, []string{ruleHeal, ruleEqual},
 	},
 	{
-		"heals from a group behind", "recovery/compute.go", "ManagerAddress: members[rank].Address}\n",
-		"ManagerAddress: members[rank].Address}\n			if other := (rank + 1) % len(members); $ " +
-			"{\n				r.Sources[j] = Source{ReplicaRank: int64(other), ManagerAddress: " +
-			"members[other].Address}\n			}\n",
+		"heals from a group behind", "recovery/compute.go", "		source := int64(sources[first])\n",
+		"		source := int64(sources[first])\n		if $ {\n			source = (source + 1) % " +
+			"int64(len(members))\n		}\n",
 		nil, []string{ruleHeal},
 	},
 	{
@@ -273,8 +272,10 @@ var mistakes = []mistake{
 		only(killLighthouse), []string{ruleEarly},
 	},
 	{
-		"votes of sessions always yes", "manager/session.go", "a = c.end(a)",
-		"a = c.end(a)\n	a.commit = a.commit || $",
+		"votes of sessions always yes", "manager/session.go",
+		"decision, err := o.ShouldCommit(ctx, r.ShouldCommit)\n",
+		"decision, err := o.ShouldCommit(ctx, r.ShouldCommit)\n		if err == nil {\n			" +
+			"decision.ShouldCommit = decision.GetShouldCommit() || $\n		}\n",
 		func(s *setup) { s.ranks = 2 }, []string{ruleVote},
 	},
 

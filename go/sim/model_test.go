@@ -5,8 +5,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/torchft/torchft/go/recovery"
-	"github.com/torchft/torchft/go/round"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // phase is the phase of a step that a rank is in.
@@ -44,7 +43,7 @@ type model struct {
 	phase    phase
 	arrived  time.Duration // when it arrived at its collective
 	attempt  int           // the quorum of its group (life.attempt) in which the present attempt at a step is
-	plan     recovery.Result
+	plan     *torchftpb.ManagerQuorumResponse
 	heal     *heal
 	errored  bool
 	sum      uint64
@@ -109,13 +108,13 @@ func newModel(j *judge, l *life, index int) *model {
 func (r *model) String() string { return fmt.Sprintf("%s rank %d", r.l.id, r.index) }
 
 // ask returns the rank's request for a quorum.
-func (r *model) ask() round.Request {
+func (r *model) ask() *torchftpb.ManagerQuorumRequest {
 	if !r.again {
 		r.replays, r.kept = 0, false
 	}
 	r.errored, r.heal, r.leaves, r.phase = false, nil, false, awaiting
-	return round.Request{
-		GroupRank: int64(r.index), Step: r.step, CommitFailures: r.failures, CommittedQuorumID: r.committed,
+	return &torchftpb.ManagerQuorumRequest{
+		GroupRank: int64(r.index), Step: r.step, CommitFailures: r.failures, CommittedQuorumId: r.committed,
 		InitSync:       r.j.initSync,
 		GroupWorldSize: int64(r.j.ranks), ReplaysFailedSteps: r.j.replays(r.l.slot), CutsBySpeed: true,
 	}
@@ -123,10 +122,10 @@ func (r *model) ask() round.Request {
 
 // follow handles the answer. It returns the replica_id of the source if the rank has to heal, and ""
 // otherwise.
-func (r *model) follow(a *recovery.Result) (source string) {
+func (r *model) follow(a *torchftpb.ManagerQuorumResponse) (source string) {
 	j := r.j
 	if r.l.quorum == nil {
-		j.broken(ruleHeal, "%s receives quorum %d, and its group of none", r, a.QuorumID)
+		j.broken(ruleHeal, "%s receives quorum %d, and its group of none", r, a.GetQuorumId())
 		return ""
 	}
 	j.trainsOn(r.l, a)
@@ -134,35 +133,35 @@ func (r *model) follow(a *recovery.Result) (source string) {
 	if r.again {
 		r.followAgain(a)
 	}
-	r.plan, r.attempt, r.phase, r.sum = *a, r.l.attempt, working, 0
-	key := planeKey{a.QuorumID, r.index}
+	r.plan, r.attempt, r.phase, r.sum = a, r.l.attempt, working, 0
+	key := planeKey{a.GetQuorumId(), r.index}
 	if j.planes[key] == nil {
 		j.planes[key] = &plane{}
 	}
 	r.plane = j.planes[key]
-	if !a.Heal || len(a.Sources) == 0 {
+	if !a.GetHeal() || a.RecoverSrcReplicaRank == nil {
 		return ""
 	}
 	r.heal = &heal{}
 	r.heal.before.step, r.heal.before.committed = r.step, r.committed
-	r.step = a.MaxStep
-	return a.ReplicaIDs[a.Sources[0].ReplicaRank]
+	r.step = a.GetMaxStep()
+	return a.GetReplicaIds()[a.GetRecoverSrcReplicaRank()]
 }
 
 // followAgain handles a quorum that was requested for a replay. If that quorum allows no replay, the group
 // uses it for the next step.
-func (r *model) followAgain(a *recovery.Result) {
-	if r.j.mistake == "a replay of a committed step" && a.Heal {
+func (r *model) followAgain(a *torchftpb.ManagerQuorumResponse) {
+	if r.j.mistake == "a replay of a committed step" && a.GetHeal() {
 		first := int64(0)
 		a.Replay, a.Heal, a.MaxReplicaRank = true, false, &first
 	}
-	if a.Replay {
+	if a.GetReplay() {
 		if r.j.mistake == "a replay reduces sums" {
 			r.gradient = r.sum
 		}
 		return
 	}
-	if !a.Heal {
+	if !a.GetHeal() {
 		r.redone()
 	}
 	r.again, r.leaves, r.replays = false, true, 0
@@ -171,8 +170,8 @@ func (r *model) followAgain(a *recovery.Result) {
 // serves returns the state that the rank sends to a healing rank in a quorum, if it can do so now: at the
 // begin of the quorum's step, before the step changes it.
 func (r *model) serves(quorumID int64) (digest uint64, ok bool) {
-	ok = !r.l.killed && r.plan.QuorumID == quorumID && r.heal == nil &&
-		(r.phase == working || r.phase == reducing) && r.step == r.plan.MaxStep
+	ok = !r.l.killed && r.plan.GetQuorumId() == quorumID && r.heal == nil &&
+		(r.phase == working || r.phase == reducing) && r.step == r.plan.GetMaxStep()
 	return r.digest, ok
 }
 
@@ -202,7 +201,7 @@ func (r *model) computed() {
 	if !r.again {
 		r.batch++
 		r.gradient = r.ownGradient()
-		r.kept = r.j.replays(r.l.slot) && r.plan.Replay
+		r.kept = r.j.replays(r.l.slot) && r.plan.GetReplay()
 	}
 }
 
@@ -224,21 +223,21 @@ func (r *model) contribute() uint64 {
 
 // contributes checks, before gradients are averaged, that all contributing ranks have the same weights.
 func (j *judge) contributes(p *plane, r *model) {
-	h, id := p.head, r.plan.QuorumID
+	h, id := p.head, r.plan.GetQuorumId()
 	switch {
 	case r.gradient != r.ownGradient():
 		j.broken(ruleOwn, "%s contributes at step %d in quorum %d what is not its own gradient", r, r.step,
 			id)
-	case r.step != r.plan.MaxStep:
+	case r.step != r.plan.GetMaxStep():
 		j.broken(ruleHeal, "%s trains step %d in quorum %d, whose max_step is %d", r, r.step, id,
-			r.plan.MaxStep)
+			r.plan.GetMaxStep())
 	case h == nil:
-	case h.plan.MaxWorldSize != r.plan.MaxWorldSize:
+	case h.plan.GetMaxWorldSize() != r.plan.GetMaxWorldSize():
 		j.broken(ruleDivisor, "in quorum %d at step %d, %s divides by %d, %s by %d", id, r.step, h,
-			h.plan.MaxWorldSize, r, r.plan.MaxWorldSize)
-	case !slices.Equal(h.plan.MaxSpeeds, r.plan.MaxSpeeds):
+			h.plan.GetMaxWorldSize(), r, r.plan.GetMaxWorldSize())
+	case !slices.Equal(h.plan.GetMaxSpeeds(), r.plan.GetMaxSpeeds()):
 		j.broken(ruleDivisor, "in quorum %d at step %d, %s cuts the batch by %v, %s by %v", id, r.step, h,
-			h.plan.MaxSpeeds, r, r.plan.MaxSpeeds)
+			h.plan.GetMaxSpeeds(), r, r.plan.GetMaxSpeeds())
 	case h.step != r.step || h.digest != r.digest:
 		j.broken(ruleEqual, "in quorum %d, %s trains step %d with state %x, %s step %d with state %x", id, h,
 			h.step, h.digest>>48, r, r.step, r.digest>>48)
@@ -253,7 +252,7 @@ func (r *model) timedOut() {
 	j := r.j
 	notice := j.policy.HeartbeatTimeout + j.policy.SuspectGrace + 2*j.tick + slack
 	var failed *life
-	for _, id := range r.plan.ReplicaIDs {
+	for _, id := range r.plan.GetReplicaIds() {
 		l := j.byID[id]
 		if l.learned <= j.moved || j.upstream.has(l.slot) {
 			return
@@ -262,8 +261,8 @@ func (r *model) timedOut() {
 			failed = l
 		}
 	}
-	if failed != nil && j.rough == 0 && r.plan.QuorumID == j.result.lastID {
-		j.broken(ruleReported, "%s waits in quorum %d, whose member %s has failed for %s", r, r.plan.QuorumID,
+	if failed != nil && j.rough == 0 && r.plan.GetQuorumId() == j.result.lastID {
+		j.broken(ruleReported, "%s waits in quorum %d, whose member %s has failed for %s", r, r.plan.GetQuorumId(),
 			failed.id, j.now-failed.ended)
 	}
 }
@@ -279,13 +278,13 @@ func (r *model) reduced(sum uint64, ok bool) bool {
 		if r.j.mistake != "a healed group keeps its weights" {
 			r.digest = h.digest
 		}
-		r.committed = r.plan.CommittedQuorumID
+		r.committed = r.plan.GetCommittedQuorumId()
 		r.j.result.heals++
 		r.j.logf("%s has healed to step %d", r, r.step)
 		h.before.step, h.before.committed = r.step, r.committed
 	}
 	r.phase = voting
-	r.votesYes = !r.errored && r.plan.MaxWorldSize >= int64(r.j.policy.MinReplicas)
+	r.votesYes = !r.errored && r.plan.GetMaxWorldSize() >= int64(r.j.policy.MinReplicas)
 	r.cast = vote{yes: r.votesYes, step: r.step, attempt: r.attempt}
 	if !r.votesYes {
 		r.l.erred = r.j.now // the decision may be lost
@@ -326,16 +325,16 @@ func (r *model) decided(commit bool) (agree bool) {
 		}
 	}
 	if r.index == 0 { // rank 0 receives the decision at once
-		if l.in != r.plan.QuorumID {
-			l.in, l.steps = r.plan.QuorumID, 0
+		if l.in != r.plan.GetQuorumId() {
+			l.in, l.steps = r.plan.GetQuorumId(), 0
 		}
 		l.steps++
 	}
-	r.digest = mix(mix(r.digest, r.sum), uint64(r.plan.MaxWorldSize))
+	r.digest = mix(mix(r.digest, r.sum), uint64(r.plan.GetMaxWorldSize()))
 	j.commits(r)
 	j.logf("%s commits step %d", r, r.step)
 	r.step++
-	r.committed, r.failures, r.errors, r.again = r.plan.QuorumID, 0, 0, false
+	r.committed, r.failures, r.errors, r.again = r.plan.GetQuorumId(), 0, 0, false
 	l.lastCommit = j.now
 	j.result.commits++
 	return false
@@ -353,7 +352,7 @@ func (j *judge) commits(r *model) {
 		}
 		if o.digest != r.digest {
 			j.broken(ruleEqual, "%s and %s commit step %d in quorum %d and hold the states %x and %x", o.by,
-				r, r.step, r.plan.QuorumID, o.digest>>48, r.digest>>48)
+				r, r.step, r.plan.GetQuorumId(), o.digest>>48, r.digest>>48)
 		}
 		return
 	}
@@ -370,9 +369,9 @@ func (j *judge) once(r *model) {
 			continue
 		}
 		o := l.ranks[r.index]
-		if o.heal == nil && (o.step > r.step+1 || o.step == r.step+1 && o.committed != r.plan.QuorumID) {
+		if o.heal == nil && (o.step > r.step+1 || o.step == r.step+1 && o.committed != r.plan.GetQuorumId()) {
 			j.broken(ruleOnce, "%s commits step %d in quorum %d, %s is at step %d of quorum %d", r, r.step,
-				r.plan.QuorumID, l.id, o.step, o.committed)
+				r.plan.GetQuorumId(), l.id, o.step, o.committed)
 		}
 	}
 }

@@ -7,10 +7,11 @@ import (
 	"math/rand/v2"
 	"time"
 
+	"google.golang.org/protobuf/proto"
+
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/rankclient"
-	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -33,9 +34,9 @@ type rank struct {
 	broken   int64 // the last quorum of which a member failed
 
 	// Only run uses these.
-	last   recovery.Result    // of its last quorum
-	sent   rankclient.Request // its last request
-	stands int64              // the step that it may begin in that quorum, without another one; -1: none
+	last   *torchftpb.ManagerQuorumResponse // of its last quorum
+	sent   *torchftpb.ManagerQuorumRequest  // its last request
+	stands int64                            // the step that it may begin in that quorum; -1: none
 }
 
 func newRank(g *group, index, lives int) *rank {
@@ -171,7 +172,7 @@ func (r *rank) leaves() bool {
 	last, began := false, time.Duration(0)
 	r.note(func(judge *judge) {
 		began = judge.now
-		if last = r.model.plan.Draining && r.model.phase == idle && !r.model.again; last {
+		if last = r.model.plan.GetDraining() && r.model.phase == idle && !r.model.again; last {
 			r.g.life.leaving, r.model.phase = true, left
 		}
 	})
@@ -211,12 +212,12 @@ func (r *rank) inTime(what string, start time.Time, timeout time.Duration) {
 // attempt is one attempt at a step: quorum, heal, collective, vote.
 func (r *rank) attempt() error {
 	r.standStill()
-	var args rankclient.Request
+	var args *torchftpb.ManagerQuorumRequest
 	again := false
 	r.note(func(judge *judge) {
 		again = r.model.again
 		args = r.model.ask()
-		args.CheckpointMetadata, args.Handle = r.metadata(r.g.life.id), "h"
+		args.CheckpointMetadata, args.ReconfigureHandle = r.metadata(r.g.life.id), "h"
 		if args.ShrinkOnly = r.g.shrink > 0; args.ShrinkOnly && r.index == 0 {
 			r.g.shrink--
 		}
@@ -233,8 +234,8 @@ func (r *rank) attempt() error {
 	computed := time.Now().Add(own)
 	var source string
 	if !r.note(func(*judge) {
-		source = r.model.follow(&res)
-		r.joinComm(&res)
+		source = r.model.follow(res)
+		r.joinComm(res)
 		if again && r.model.again {
 			computed = time.Now()
 		}
@@ -243,7 +244,7 @@ func (r *rank) attempt() error {
 	}
 	r.failInReplay()
 	if source != "" {
-		digest, ok := r.heal(source, &res)
+		digest, ok := r.heal(source, res)
 		goesOn := true
 		r.note(func(*judge) {
 			if goesOn = r.model.healed(digest, ok); !goesOn {
@@ -260,7 +261,7 @@ func (r *rank) attempt() error {
 	r.stall()
 	sum, ok := r.reduce()
 	if !ok {
-		fttest.Suspect(r.client, res.QuorumID, r.onlyPeer(&res))
+		fttest.Suspect(r.client, res.GetQuorumId(), r.onlyPeer(res))
 	}
 	vote := false
 	r.note(func(*judge) { vote = r.model.reduced(sum, ok) })
@@ -269,14 +270,17 @@ func (r *rank) attempt() error {
 }
 
 // quorum asks for a quorum, unless the last one stands and there is nothing new to announce.
-func (r *rank) quorum(args rankclient.Request) (recovery.Result, error) {
+func (r *rank) quorum(args *torchftpb.ManagerQuorumRequest) (*torchftpb.ManagerQuorumResponse, error) {
 	stands, broken := r.stands, int64(0)
 	r.stands = -1
 	r.note(func(*judge) { broken = r.broken })
-	same := args.CommittedQuorumID == r.sent.CommittedQuorumID // not so in the second step of a quorum
-	if args.Step == stands && same && args.CommitFailures == 0 && args.ShrinkOnly == r.sent.ShrinkOnly &&
-		args.Drain == r.sent.Drain && broken != r.last.QuorumID {
-		r.last.MaxStep, r.last.CommittedQuorumID, r.last.CommitFailures = stands, r.last.QuorumID, 0
+	// not so in the second step of a quorum
+	same := args.GetCommittedQuorumId() == r.sent.GetCommittedQuorumId()
+	if args.GetStep() == stands && same && args.GetCommitFailures() == 0 &&
+		args.GetShrinkOnly() == r.sent.GetShrinkOnly() && args.GetDrain() == r.sent.GetDrain() &&
+		broken != r.last.GetQuorumId() {
+		r.last = proto.CloneOf(r.last)
+		r.last.MaxStep, r.last.CommittedQuorumId, r.last.CommitFailures = stands, r.last.GetQuorumId(), 0
 		return r.last, nil
 	}
 	s := r.g.j.setup
@@ -319,7 +323,7 @@ func (r *rank) ballot(yes bool) (all bool, err error) {
 	ctx, cancel := context.WithTimeout(r.ctx, s.timeout)
 	defer cancel()
 	start := time.Now()
-	d, err := r.client.Vote(ctx, int64(r.index), step, yes)
+	d, err := r.client.ShouldCommit(ctx, int64(r.index), step, yes)
 	r.inTime("vote", start, s.timeout)
 	if lost && err == nil {
 		<-ctx.Done()
@@ -328,10 +332,10 @@ func (r *rank) ballot(yes bool) (all bool, err error) {
 	if err != nil {
 		return false, &callError{err, true, time.Until(start.Add(s.timeout))}
 	}
-	if d.Stands {
+	if d.GetStands() {
 		r.stands = step + 1
 	}
-	return d.Commit, nil
+	return d.GetShouldCommit(), nil
 }
 
 func (r *rank) stepTime() time.Duration {
@@ -361,20 +365,20 @@ func (r *rank) stall() {
 func (r *rank) metadata(id string) string { return fmt.Sprintf("http://%s/%d", id, r.index) }
 
 // onlyPeer returns the other group in the rank's quorum, if there is exactly one.
-func (r *rank) onlyPeer(res *recovery.Result) string {
-	if len(res.ReplicaIDs) != 2 {
+func (r *rank) onlyPeer(res *torchftpb.ManagerQuorumResponse) string {
+	if len(res.GetReplicaIds()) != 2 {
 		return ""
 	}
-	return res.ReplicaIDs[1-res.ReplicaRank]
+	return res.GetReplicaIds()[1-res.GetReplicaRank()]
 }
 
 // accuse falsely reports a failed collective, and names another member of the quorum as the suspect.
 func (r *rank) accuse() {
 	quorumID, suspect := int64(0), ""
 	r.note(func(*judge) {
-		p := &r.model.plan
-		if n := int64(len(p.ReplicaIDs)); n > 1 {
-			quorumID, suspect = p.QuorumID, p.ReplicaIDs[(p.ReplicaRank+1)%n]
+		p := r.model.plan
+		if n := int64(len(p.GetReplicaIds())); n > 1 {
+			quorumID, suspect = p.GetQuorumId(), p.GetReplicaIds()[(p.GetReplicaRank()+1)%n]
 		}
 	})
 	if suspect != "" {
@@ -384,11 +388,11 @@ func (r *rank) accuse() {
 
 // heal fetches the state of a group, and returns its digest. The metadata comes from the real manager server
 // of that group; the transfer of the state is simulated.
-func (r *rank) heal(source string, res *recovery.Result) (digest uint64, ok bool) {
+func (r *rank) heal(source string, res *torchftpb.ManagerQuorumResponse) (digest uint64, ok bool) {
 	j := r.g.j
 	ctx, cancel := context.WithTimeout(r.ctx, j.setup.timeout)
 	defer cancel()
-	client, err := rankclient.Dial(ctx, res.Sources[0].ManagerAddress, j.setup.timeout,
+	client, err := rankclient.Dial(ctx, res.GetRecoverSrcManagerAddress(), j.setup.timeout,
 		rpc.Dialing{Network: j.net.Host(r.host)})
 	if err != nil {
 		return 0, false
@@ -406,7 +410,7 @@ func (r *rank) heal(source string, res *recovery.Result) (digest uint64, ok bool
 	for !ok {
 		r.note(func(judge *judge) {
 			if judge.connected(r.g.life.id, source) {
-				digest, ok = judge.byID[source].ranks[r.index].serves(res.QuorumID)
+				digest, ok = judge.byID[source].ranks[r.index].serves(res.GetQuorumId())
 			}
 		})
 		if wait := j.setup.heal; ok && sleep(ctx, wait) || !ok && sleep(ctx, 20*time.Millisecond) {

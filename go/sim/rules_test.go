@@ -8,7 +8,7 @@ import (
 
 	"github.com/torchft/torchft/go/dashboard"
 	"github.com/torchft/torchft/go/quorum"
-	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // The rules, with the texts of docs/internals/correctness.md.
@@ -251,31 +251,31 @@ func behind(id string, q *quorum.Quorum) (maxStep int64, is bool) {
 }
 
 // answered checks a rank's result of a quorum.
-func (j *judge) answered(r *model, a *recovery.Result) {
+func (j *judge) answered(r *model, a *torchftpb.ManagerQuorumResponse) {
 	l, q := r.l, r.l.quorum
 	maxStep, behind := l.maxStep, l.behind
 	if r.attempt == l.attempt { // the group trains on in the quorum
 		maxStep, behind = r.step, false
 	}
 	switch {
-	case a.QuorumID != q.ID:
-		j.broken(ruleHeal, "%s receives quorum %d, the latest it asked for is %d", r, a.QuorumID, q.ID)
-	case a.MaxStep != maxStep:
+	case a.GetQuorumId() != q.ID:
+		j.broken(ruleHeal, "%s receives quorum %d, the latest it asked for is %d", r, a.GetQuorumId(), q.ID)
+	case a.GetMaxStep() != maxStep:
 		j.broken(ruleHeal, "%s takes %d for max_step of quorum %d, it is %d", r, a.MaxStep, q.ID, maxStep)
-	case behind && !a.Heal:
+	case behind && !a.GetHeal():
 		j.broken(ruleHeal, "%s is behind in quorum %d and is not to heal", r, q.ID)
-	case a.Heal && len(a.Sources) == 0:
+	case a.GetHeal() && a.RecoverSrcReplicaRank == nil:
 		j.broken(ruleHeal, "%s shall heal in quorum %d, and has no source", r, q.ID)
 	}
-	for _, s := range a.Sources {
-		if s.ReplicaRank < 0 || s.ReplicaRank >= int64(len(q.Members)) {
-			j.broken(ruleHeal, "%s shall heal from replica rank %d, quorum %d has %d", r, s.ReplicaRank, q.ID,
+	if a.RecoverSrcReplicaRank != nil {
+		source := a.GetRecoverSrcReplicaRank()
+		if source < 0 || source >= int64(len(q.Members)) {
+			j.broken(ruleHeal, "%s shall heal from replica rank %d, quorum %d has %d", r, source, q.ID,
 				len(q.Members))
 			return
 		}
-		m := &q.Members[s.ReplicaRank]
-		if m.Step != maxStep || s.ManagerAddress != "" && m.Address != s.ManagerAddress ||
-			m.ReplicaID == l.id {
+		m := &q.Members[source]
+		if m.Step != maxStep || m.Address != a.GetRecoverSrcManagerAddress() || m.ReplicaID == l.id {
 			j.broken(ruleHeal, "%s shall heal in quorum %d from %s, at step %d, max_step is %d", r, q.ID,
 				m.ReplicaID, m.Step, maxStep)
 		}
@@ -285,23 +285,24 @@ func (j *judge) answered(r *model, a *recovery.Result) {
 
 // drained checks that a group that was asked to leave learns it with its next quorum that does not stand, and
 // all of its ranks with the same one.
-func (j *judge) drained(r *model, a *recovery.Result) {
+func (j *judge) drained(r *model, a *torchftpb.ManagerQuorumResponse) {
 	l := r.l
 	switch {
-	case a.Draining && !l.wanted && !l.hinted:
+	case a.GetDraining() && !l.wanted && !l.hinted:
 		j.broken(ruleDrained,
 			"%s learns with quorum %d that it is its last, and its group was not asked to leave", r,
-			a.QuorumID)
-	case !a.Draining && !l.quorum.Stands && l.wanted && l.wantedAt+slack < l.askedAt && l.learned > l.askedAt:
+			a.GetQuorumId())
+	case !a.GetDraining() && !l.quorum.Stands && l.wanted && l.wantedAt+slack < l.askedAt &&
+		l.learned > l.askedAt:
 		j.broken(ruleDrained,
 			"%s does not learn with quorum %d that it is its last, and its group was asked to leave at %s", r,
-			a.QuorumID, l.wantedAt)
-	case l.told.attempt == l.attempt && l.told.last != a.Draining:
+			a.GetQuorumId(), l.wantedAt)
+	case l.told.attempt == l.attempt && l.told.last != a.GetDraining():
 		j.broken(ruleDrained,
 			"%s learns with quorum %d whether it is its last: %t, and others of its group did otherwise", r,
-			a.QuorumID, a.Draining)
+			a.GetQuorumId(), a.GetDraining())
 	}
-	l.told.attempt, l.told.last = l.attempt, a.Draining
+	l.told.attempt, l.told.last = l.attempt, a.GetDraining()
 }
 
 // hasCause checks that a group which is reported as failed has failed, or that a fault may be the cause.

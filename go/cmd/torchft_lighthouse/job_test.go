@@ -22,7 +22,6 @@ import (
 	"github.com/torchft/torchft/go/internal/testlog"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/rankclient"
-	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -74,7 +73,7 @@ type group struct {
 	broken    int64 // the last quorum of which a member has failed
 
 	// Only attempt uses these.
-	last   recovery.Result
+	last   *torchftpb.ManagerQuorumResponse
 	stands bool             // the group may begin its step in that quorum, without another one
 	states map[int64]string // after each step: a digest of all steps and the quorums in which they were made
 }
@@ -195,16 +194,16 @@ func (g *group) attempt(ctx context.Context, client *rankclient.Client) error {
 	if err != nil {
 		return err
 	}
-	passed := j.collect(ctx, g.name, commKey{res.QuorumID, g.step + 1}, res.ReplicaIDs)
-	decision, err := client.Vote(ctx, 0, g.step, passed)
+	passed := j.collect(ctx, g.name, commKey{res.GetQuorumId(), g.step + 1}, res.GetReplicaIds())
+	decision, err := client.ShouldCommit(ctx, 0, g.step, passed)
 	if err != nil {
 		return err
 	}
-	committed := decision.Commit
-	g.stands = decision.Stands
+	committed := decision.GetShouldCommit()
+	g.stands = decision.GetStands()
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	r := record{group: g.name, step: g.step + 1, quorumID: res.QuorumID, members: res.ReplicaIDs,
+	r := record{group: g.name, step: g.step + 1, quorumID: res.GetQuorumId(), members: res.GetReplicaIds(),
 		committed: committed}
 	g.failures++
 	if committed {
@@ -218,13 +217,17 @@ func (g *group) attempt(ctx context.Context, client *rankclient.Client) error {
 }
 
 // quorum asks for a quorum, unless the last one stands.
-func (g *group) quorum(ctx context.Context, client *rankclient.Client) (recovery.Result, error) {
+func (g *group) quorum(
+	ctx context.Context, client *rankclient.Client,
+) (*torchftpb.ManagerQuorumResponse, error) {
 	j := g.j
 	j.mu.Lock()
-	stands := g.stands && g.failures == 0 && g.broken != g.last.QuorumID
-	req := rankclient.Request{Step: g.step, CheckpointMetadata: g.name, CommitFailures: g.failures}
+	stands := g.stands && g.failures == 0 && g.broken != g.last.GetQuorumId()
+	req := &torchftpb.ManagerQuorumRequest{
+		Step: g.step, CheckpointMetadata: g.name, CommitFailures: g.failures,
+	}
 	if *failures == 0 { // otherwise the groups ask for each step, like those of upstream
-		req.CommittedQuorumID = cmp.Or(g.committed, -1)
+		req.CommittedQuorumId = cmp.Or(g.committed, -1)
 	}
 	j.mu.Unlock()
 	if g.stands = false; stands {
@@ -240,25 +243,25 @@ func (g *group) quorum(ctx context.Context, client *rankclient.Client) (recovery
 }
 
 // learned notes an answer, and heals the group if the answer says so.
-func (j *job) learned(g *group, res recovery.Result, asked time.Duration) {
+func (j *job) learned(g *group, res *torchftpb.ManagerQuorumResponse, asked time.Duration) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.answers = append(j.answers, porcupine.Operation{
-		ClientId: g.slot, Input: nil, Call: int64(asked), Output: res.QuorumID,
+		ClientId: g.slot, Input: nil, Call: int64(asked), Output: res.GetQuorumId(),
 		Return: int64(time.Since(j.began)),
 	})
-	members := strings.Join(res.ReplicaIDs, " ")
-	if known := j.members[res.QuorumID]; known != "" {
-		assert.Equal(j.t, known, members, "the members of quorum %d", res.QuorumID)
+	members := strings.Join(res.GetReplicaIds(), " ")
+	if known := j.members[res.GetQuorumId()]; known != "" {
+		assert.Equal(j.t, known, members, "the members of quorum %d", res.GetQuorumId())
 	}
-	j.members[res.QuorumID] = members
-	if !res.Heal {
+	j.members[res.GetQuorumId()] = members
+	if !res.GetHeal() {
 		return
 	}
 	for _, source := range j.groups {
-		if source.name == res.ReplicaIDs[res.Sources[0].ReplicaRank] {
-			g.step, g.states[res.MaxStep], g.committed = res.MaxStep, source.states[res.MaxStep],
-				res.CommittedQuorumID
+		if source.name == res.GetReplicaIds()[res.GetRecoverSrcReplicaRank()] {
+			g.step, g.committed = res.GetMaxStep(), res.GetCommittedQuorumId()
+			g.states[g.step] = source.states[g.step]
 		}
 	}
 }

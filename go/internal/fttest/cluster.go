@@ -14,13 +14,11 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/testlog"
-	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/rankclient"
-	"github.com/torchft/torchft/go/recovery"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -176,6 +174,12 @@ func (g *Group) Host(rank int) *Host {
 	return g.c.Net.Host(fmt.Sprintf("%s/%d", g.name, rank))
 }
 
+// Request and Result are those of a rank's quorum.
+type (
+	Request = torchftpb.ManagerQuorumRequest
+	Result  = torchftpb.ManagerQuorumResponse
+)
+
 // Answer is the result of a call, and its duration.
 type Answer[T any] struct {
 	Value T
@@ -195,30 +199,32 @@ func Start[T any](call func() (T, error)) <-chan Answer[T] {
 }
 
 // Quorum requests a quorum for one rank.
-func (g *Group) Quorum(rank int, step int64, timeout time.Duration) <-chan Answer[recovery.Result] {
-	return g.QuorumWith(rankclient.Request{GroupRank: int64(rank), Step: step}, timeout)
+func (g *Group) Quorum(rank int, step int64, timeout time.Duration) <-chan Answer[*Result] {
+	return g.QuorumWith(&Request{GroupRank: int64(rank), Step: step}, timeout)
 }
 
 // QuorumWith requests a quorum with a given request, for the rank that it names.
-func (g *Group) QuorumWith(req rankclient.Request, timeout time.Duration) <-chan Answer[recovery.Result] {
+func (g *Group) QuorumWith(req *Request, timeout time.Duration) <-chan Answer[*Result] {
 	return g.QuorumBelow("", req, timeout)
 }
 
 // QuorumBelow is QuorumWith as a child of the span with this W3C trace context.
 func (g *Group) QuorumBelow(
-	traceparent string, req rankclient.Request, timeout time.Duration,
-) <-chan Answer[recovery.Result] {
-	req.CheckpointMetadata = fmt.Sprintf("http://%s/%d", net.JoinHostPort(g.name, "1"), req.GroupRank)
-	return Start(func() (recovery.Result, error) {
-		ctx, cancel := context.WithTimeout(tracing.Below(context.Background(), traceparent), timeout)
+	traceparent string, req *Request, timeout time.Duration,
+) <-chan Answer[*Result] {
+	req.CheckpointMetadata = fmt.Sprintf("http://%s/%d", net.JoinHostPort(g.name, "1"), req.GetGroupRank())
+	client := g.Ranks[req.GetGroupRank()]
+	client.Trace.Store(&traceparent)
+	return Start(func() (*Result, error) {
+		ctx, cancel := context.WithTimeout(context.Background(), timeout)
 		defer cancel()
-		return g.Ranks[req.GroupRank].Quorum(ctx, req)
+		return client.Quorum(ctx, req)
 	})
 }
 
 // QuorumOfAll requests a quorum for every rank.
-func (g *Group) QuorumOfAll(step int64, timeout time.Duration) []<-chan Answer[recovery.Result] {
-	var answers []<-chan Answer[recovery.Result]
+func (g *Group) QuorumOfAll(step int64, timeout time.Duration) []<-chan Answer[*Result] {
+	var answers []<-chan Answer[*Result]
 	for rank := range g.Ranks {
 		answers = append(answers, g.Quorum(rank, step, timeout))
 	}
@@ -230,8 +236,13 @@ func (g *Group) Vote(rank int, step int64, vote bool, timeout time.Duration) <-c
 	return Start(func() (bool, error) {
 		ctx, cancel := context.WithTimeout(context.Background(), timeout)
 		defer cancel()
-		return g.Ranks[rank].ShouldCommit(ctx, int64(rank), step, vote)
+		return Commits(g.Ranks[rank].ShouldCommit(ctx, int64(rank), step, vote))
 	})
+}
+
+// Commits returns the decision of a vote.
+func Commits(d *torchftpb.ShouldCommitResponse, err error) (bool, error) {
+	return d.GetShouldCommit(), err
 }
 
 // Log collects the log of servers for tests.

@@ -8,31 +8,25 @@ import (
 	"sync"
 
 	"github.com/torchft/torchft/go/internal/rpc"
-	"github.com/torchft/torchft/go/recovery"
-	"github.com/torchft/torchft/go/round"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // Calls are the operations of a rank at its group's manager server, over the network or within the process.
 type Calls interface {
-	Quorum(ctx context.Context, req round.Request) (recovery.Result, error)
-	CheckpointMetadata(ctx context.Context, groupRank int64) (string, error)
-	Vote(ctx context.Context, groupRank, step int64, vote bool) (Decision, error)
-	// Report sends a report, which is not answered. It does not block.
-	Report(report *torchftpb.RankRequest)
+	Quorum(context.Context, *torchftpb.ManagerQuorumRequest) (*torchftpb.ManagerQuorumResponse, error)
+	ShouldCommit(context.Context, *torchftpb.ShouldCommitRequest) (*torchftpb.ShouldCommitResponse, error)
+	CheckpointMetadata(
+		context.Context, *torchftpb.CheckpointMetadataRequest,
+	) (*torchftpb.CheckpointMetadataResponse, error)
 	// Leave announces that the group has completed its last step, and waits until its peers no longer need
 	// its data. Each rank calls it.
-	Leave(ctx context.Context) error
+	Leave(context.Context, *torchftpb.LeaveRequest) (*torchftpb.LeaveResponse, error)
+	// Report sends a report, which is not answered. It does not block.
+	Report(report *torchftpb.RankRequest)
 	// Notices returns the channel of the notices that the server forwards from the lighthouse. It is nil if
 	// the server forwards none.
 	Notices() <-chan *torchftpb.Notice
 	Close() error
-}
-
-// Decision is the outcome of a group's vote on a step.
-type Decision struct {
-	Commit bool
-	Stands bool // the quorum stands: the rank may begin the next step, and need not ask for a quorum
 }
 
 // servers has the servers of this process: *func() Calls by place.

@@ -116,27 +116,7 @@ func AskToProto(s quorum.State) *torchftpb.Ask {
 		CommitFailures: s.CommitFailures}
 }
 
-// RequestToProto returns the wire form of a rank's request.
-func RequestToProto(r round.Request) *torchftpb.ManagerQuorumRequest {
-	return &torchftpb.ManagerQuorumRequest{
-		GroupRank:          r.GroupRank,
-		Step:               r.Step,
-		CheckpointMetadata: r.CheckpointMetadata,
-		ShrinkOnly:         r.ShrinkOnly,
-		InitSync:           r.InitSync,
-		CommitFailures:     r.CommitFailures,
-		CommittedQuorumId:  r.CommittedQuorumID,
-		ReconfigureHandle:  r.Handle,
-		GroupWorldSize:     r.GroupWorldSize,
-		ReplaysFailedSteps: r.ReplaysFailedSteps,
-		AsksEachStep:       r.AsksEachStep,
-		CutsBySpeed:        r.CutsBySpeed,
-		Layout:             r.Layout,
-		Drain:              r.Drain,
-	}
-}
-
-// RequestFromProto is the inverse of RequestToProto.
+// RequestFromProto converts a rank's request.
 func RequestFromProto(p *torchftpb.ManagerQuorumRequest) round.Request {
 	return round.Request{
 		GroupRank:          p.GetGroupRank(),
@@ -146,7 +126,7 @@ func RequestFromProto(p *torchftpb.ManagerQuorumRequest) round.Request {
 		InitSync:           p.GetInitSync(),
 		CommitFailures:     p.GetCommitFailures(),
 		CommittedQuorumID:  p.GetCommittedQuorumId(),
-		Handle:             p.GetReconfigureHandle(),
+		ReconfigureHandle:  p.GetReconfigureHandle(),
 		GroupWorldSize:     p.GetGroupWorldSize(),
 		ReplaysFailedSteps: p.GetReplaysFailedSteps(),
 		AsksEachStep:       p.GetAsksEachStep(),
@@ -156,11 +136,13 @@ func RequestFromProto(p *torchftpb.ManagerQuorumRequest) round.Request {
 	}
 }
 
-// ResultToProto returns the wire form of a result. The wire has room for one source: the first.
-func ResultToProto(r recovery.Result) *torchftpb.ManagerQuorumResponse {
-	p := &torchftpb.ManagerQuorumResponse{
+// ResultToProto returns the wire form of a result.
+func ResultToProto(r *recovery.Result) *torchftpb.ManagerQuorumResponse {
+	return &torchftpb.ManagerQuorumResponse{
 		QuorumId:                  r.QuorumID,
-		RecoverDstReplicaRanks:    r.RecoverDstReplicaRank,
+		RecoverSrcManagerAddress:  r.RecoverSrcManagerAddress,
+		RecoverSrcReplicaRank:     r.RecoverSrcReplicaRank,
+		RecoverDstReplicaRanks:    r.RecoverDstReplicaRanks,
 		StoreAddress:              r.StoreAddress,
 		MaxStep:                   r.MaxStep,
 		MaxReplicaRank:            r.MaxReplicaRank,
@@ -173,51 +155,14 @@ func ResultToProto(r recovery.Result) *torchftpb.ManagerQuorumResponse {
 		Replay:                    r.Replay,
 		Draining:                  r.Draining,
 		ReplicaIds:                r.ReplicaIDs,
-		ReconfigureHandles:        r.Handles,
-		ReplicasWithoutHandles:    r.WithoutHandles,
-		AdditionalSourceAddresses: r.AdditionalSources,
-		HelpDstReplicaRanks:       r.HelpDstReplicaRank,
+		ReconfigureHandles:        r.ReconfigureHandles,
+		ReplicasWithoutHandles:    r.ReplicasWithoutHandles,
+		AdditionalSourceAddresses: r.AdditionalSourceAddresses,
+		HelpDstReplicaRanks:       r.HelpDstReplicaRanks,
 		Speeds:                    r.Speeds,
 		MaxSpeeds:                 r.MaxSpeeds,
 		Skipped:                   r.Skipped,
 	}
-	if len(r.Sources) > 0 {
-		p.RecoverSrcManagerAddress = r.Sources[0].ManagerAddress
-		p.RecoverSrcReplicaRank = &r.Sources[0].ReplicaRank
-	}
-	return p
-}
-
-// ResultFromProto is the inverse of ResultToProto, except for the sources after the first.
-func ResultFromProto(p *torchftpb.ManagerQuorumResponse) recovery.Result {
-	r := recovery.Result{
-		QuorumID:              p.GetQuorumId(),
-		ReplicaRank:           p.GetReplicaRank(),
-		ReplicaWorldSize:      p.GetReplicaWorldSize(),
-		RecoverDstReplicaRank: p.GetRecoverDstReplicaRanks(),
-		StoreAddress:          p.GetStoreAddress(),
-		MaxStep:               p.GetMaxStep(),
-		MaxReplicaRank:        p.MaxReplicaRank,
-		MaxWorldSize:          p.GetMaxWorldSize(),
-		Heal:                  p.GetHeal(),
-		CommitFailures:        p.GetCommitFailures(),
-		CommittedQuorumID:     p.GetCommittedQuorumId(),
-		Replay:                p.GetReplay(),
-		Draining:              p.GetDraining(),
-		ReplicaIDs:            p.GetReplicaIds(),
-		Handles:               p.GetReconfigureHandles(),
-		WithoutHandles:        p.GetReplicasWithoutHandles(),
-		AdditionalSources:     p.GetAdditionalSourceAddresses(),
-		HelpDstReplicaRank:    p.GetHelpDstReplicaRanks(),
-		Speeds:                p.GetSpeeds(),
-		MaxSpeeds:             p.GetMaxSpeeds(),
-		Skipped:               p.GetSkipped(),
-	}
-	if p.RecoverSrcReplicaRank != nil {
-		r.Sources = []recovery.Source{{ReplicaRank: p.GetRecoverSrcReplicaRank(),
-			ManagerAddress: p.GetRecoverSrcManagerAddress()}}
-	}
-	return r
 }
 
 // PaceToProto encodes a pace; nil: it is not known.

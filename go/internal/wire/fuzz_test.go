@@ -68,8 +68,6 @@ func FuzzMessages(f *testing.F) {
 				_ = wire.QuorumFromProto(m.GetQuorum())
 			case *torchftpb.RankRequest:
 				_ = wire.RequestFromProto(m.GetQuorum())
-			case *torchftpb.RankResponse:
-				convertResponse(m)
 			case *torchftpb.MemberMessage:
 				if past := m.GetPast(); past != nil {
 					if q, err := wire.Unpack(past); err == nil {
@@ -79,10 +77,4 @@ func FuzzMessages(f *testing.F) {
 			}
 		}
 	})
-}
-
-func convertResponse(resp *torchftpb.RankResponse) {
-	if q := resp.GetQuorum(); q != nil {
-		_ = wire.ResultFromProto(q)
-	}
 }

@@ -118,7 +118,7 @@ class HTTPTransport(CheckpointTransport[T]):
         return self._address
 
     def metadata(self) -> str:
-        return self._address or self.address()
+        return self.address()
 
     def send_checkpoint(self, dst_ranks: List[int], step: int, state_dict: T, timeout: timedelta) -> None:
         self._maker.check()
@@ -147,14 +147,10 @@ class HTTPTransport(CheckpointTransport[T]):
         self._source.allow(step)
 
     def prepare_parts(self, names: Callable[[], Mapping[int, Name]]) -> None:
-        """Makes requests for parts of the state wait for `offer_parts`; without this call they are refused.
-
-        Args:
-            names: returns the names of the storages that targets can receive in parts, by address. A target
-                that has them requests a state without them.
+        """Sets the function that returns the names of the storages that targets can receive in parts, by
+        address. A target that has them requests a state without them.
         """
         self._names = names
-        self._source.gives_parts = True
 
     def offer_parts(self, step: int, parts: Parts) -> None:
         """Serves parts of the state of a step, or the whole state to a target that requests it, until

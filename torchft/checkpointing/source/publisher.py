@@ -33,7 +33,7 @@ class Unavailable(Exception):
 
 
 class NoParts(Exception):
-    """The source offers no such part, or its state at once only."""
+    """The source offers no such part."""
 
 
 class Parts(Protocol):
@@ -55,12 +55,7 @@ class Publisher:
 
     Args:
         keep: seconds for which `allow` can offer a checkpoint again after `disallow`
-
-    Attributes:
-        gives_parts: whether this source may offer parts; otherwise requests for them are refused at once
     """
-
-    gives_parts = False
 
     def __init__(self, keep: float) -> None:
         self._keep = keep
@@ -143,8 +138,6 @@ class Publisher:
         """Returns a part of the state of a step. Waits while the source has not begun that step. NoParts:
         there is none; WrongStep: it is decided already; Unavailable: none in time, or the source is closed.
         """
-        if not self.gives_parts:
-            raise NoParts("this source offers its state at once only")
 
         def settled() -> bool:
             return self._closed or (step <= self._parts_step and not self._reads_parts)

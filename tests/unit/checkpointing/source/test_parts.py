@@ -43,13 +43,6 @@ class Number:
 
 
 @pytest.fixture
-def source(make: Callable[..., HTTPTransport[Any]]) -> HTTPTransport[Any]:
-    transport = make()
-    transport.prepare_parts(dict)
-    return transport
-
-
-@pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Is set when a request waits at the source."""
     began, wait_for = threading.Event(), threading.Condition.wait_for
@@ -111,7 +104,6 @@ def test_between_two_steps_nothing_is_read(
 def test_no_part_is_read_once_the_step_is_decided() -> None:
     """A request that waits for another one to be read does not delay the training thread."""
     source = Publisher(keep=60)
-    source.gives_parts = True
     reads, goes_on = threading.Event(), threading.Event()
     read: list[str] = []
 
@@ -169,20 +161,13 @@ def test_invalid_requests_are_refused(
     assert refused.value.status == 404
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-def test_a_source_that_gives_no_parts_says_why_at_once(target: HTTPTransport[Any], prepared: bool) -> None:
-    source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
-    try:
-        if prepared:
-            source.prepare_parts(dict)
-            source.refuse_parts(7, "its optimizer is Muon")
-        with pytest.raises(
-            RequestRefused, match="its optimizer is Muon" if prepared else "its state at once only"
-        ) as refused:
-            ask(target, source, 7)
-        assert refused.value.status == 404
-    finally:
-        source.shutdown()
+def test_a_source_that_gives_no_parts_says_why_at_once(
+    source: HTTPTransport[Any], target: HTTPTransport[Any]
+) -> None:
+    source.refuse_parts(7, "its optimizer is Muon")
+    with pytest.raises(RequestRefused, match="its optimizer is Muon") as refused:
+        ask(target, source, 7)
+    assert refused.value.status == 404
 
 
 def test_a_target_that_cannot_take_parts_is_refused(

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     if args.nodes or args.json:
         parser.error(f"{'--nodes' if args.nodes else '--json'} is not allowed without --node")
     where = lighthouses.split(",")[0]
-    checks: list[Callable[[], Iterator[Finding]]] = [_versions, _limits, _scale, lambda: _own_address(where)]
+    checks: list[Callable[[], Iterator[Finding]]] = [_versions, _limits, lambda: _own_address(where)]
     if not args.quick:
         checks.append(_torch)
     if where:
@@ -132,17 +132,6 @@ def _limits() -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", f"{free >> 30} GiB of shared memory are free")
-
-
-def _scale() -> Iterator[Finding]:
-    from torchft.launch import control
-
-    try:
-        control.running()
-    except OSError as e:
-        yield Finding(
-            "warn", f"`torchft scale` cannot reach jobs of this machine: {e}", "set XDG_RUNTIME_DIR or TMPDIR"
-        )
 
 
 def _own_address(lighthouse: str) -> Iterator[Finding]:

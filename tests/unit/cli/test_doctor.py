@@ -84,17 +84,6 @@ def test_sources_that_hide_the_installed_package_from_scripts(
     assert doctor(capsys)[0] == 0, "they were built in place"
 
 
-def test_a_folder_without_room_for_control_sockets(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHFT_HOST", "127.0.0.1")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert "scale" not in doctor(capsys)[1]
-    (tmp_path / "torchft").chmod(0o755)
-    status, output = doctor(capsys)
-    assert status == 0 and "warn  `torchft scale` cannot reach jobs of this machine: " in output
-
-
 def test_the_network_interface_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,10 +9,10 @@ import ssl
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from torchft._security import DEFAULT_JOB, JOB_ENV, TLS_CERT_ENV, tokens
@@ -23,7 +23,6 @@ DEFAULT_PORT = 29510
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 _TIMEOUT_SEC = 5.0
 _SILENT_SEC = 2.0  # a request that takes longer is announced
-_Answer = TypeVar("_Answer")
 # No leader is reached from this lighthouse; another one of the cluster may reach it.
 _ELSEWHERE = (502, 503, 504)
 
@@ -163,40 +162,45 @@ class HttpLighthouse:
         body: bytes | None = None,
         timeout: float | None = None,
     ) -> Any:
+        """Asks the lighthouses of a cluster one after another, until one serves or refuses."""
         timeout = self._timeout if timeout is None else timeout
         if self.job != DEFAULT_JOB:
             path += f"{'&' if '?' in path else '?'}{urlencode({'job': self.job})}"
-
-        def ask(address: str) -> Any:
+        tried: list[Unanswered] = []
+        for address in sorted(self.addresses, key=lambda one: one != self._served):
             request = urllib.request.Request(address + path, data=body, method=method, headers=headers)
             try:
-                waiting = f"waiting for the lighthouse at {address}, at most {timeout:g} s"
-                silent = announced(_SILENT_SEC, print, waiting, file=sys.stderr, flush=True)
-                with nullcontext() if self._polls else silent:
-                    response = direct(address).open(request, timeout=timeout)
+                response = self._ask_one(address, request, timeout)
+            except Unanswered as e:
+                if e.code is not None and e.code not in _ELSEWHERE:
+                    raise
+                tried.append(e)
+            else:
                 self._served = address
                 return response
-            except urllib.error.HTTPError as e:
-                with e:
-                    raise refusal_of(address, e.code, _body(e)) from None
-            # HTTPException: the server does not speak HTTP; UnicodeError: the host cannot be a name in the
-            # DNS
-            except (OSError, http.client.HTTPException, UnicodeError) as e:
-                reason = getattr(e, "reason", e)
-                late = isinstance(reason, TimeoutError)
-                raise Unanswered(
-                    f"{address}: {f'no answer within {timeout:g} s' if late else reason}"
-                ) from None
+        why, codes = "; ".join(map(str, tried)), [e.code for e in tried if e.code is not None]
+        if codes or self._polls:
+            raise Unanswered(why, codes[-1] if codes else None)
+        raise Unanswered(
+            f"no lighthouse answered ({why}); is it running, and is --lighthouse or {LIGHTHOUSE_ENV} its "
+            "address?"
+        )
 
+    def _ask_one(self, address: str, request: urllib.request.Request, timeout: float) -> Any:
         try:
-            return _first_that_serves(sorted(self.addresses, key=lambda one: one != self._served), ask)
-        except Unanswered as e:
-            if e.code is not None or self._polls:
-                raise
-            raise Unanswered(
-                f"no lighthouse answered ({e}); is it running, and is --lighthouse or {LIGHTHOUSE_ENV} its "
-                "address?"
-            ) from None
+            waiting = f"waiting for the lighthouse at {address}, at most {timeout:g} s"
+            silent = announced(_SILENT_SEC, print, waiting, file=sys.stderr, flush=True)
+            with nullcontext() if self._polls else silent:
+                return direct(address).open(request, timeout=timeout)
+        except urllib.error.HTTPError as e:
+            with e:
+                raise refusal_of(address, e.code, _body(e)) from None
+        # HTTPException: the server does not speak HTTP; UnicodeError: the host cannot be a name in the DNS
+        except (OSError, http.client.HTTPException, UnicodeError) as e:
+            reason = getattr(e, "reason", e)
+            late = isinstance(reason, TimeoutError)
+            why = f"no answer within {timeout:g} s" if late else reason
+            raise Unanswered(f"{address}: {why}") from None
 
 
 def tell_bad_node(lighthouse: str, job: str, node: str, reasons: Iterable[str]) -> str:
@@ -278,20 +282,6 @@ def _no_json(response: Any) -> Unanswered:
 
 def _broken(error: Exception) -> Unanswered:
     return Unanswered(f"the connection to the lighthouse broke: {error}")
-
-
-def _first_that_serves(addresses: list[str], ask: Callable[[str], _Answer]) -> _Answer:
-    """Asks the lighthouses of a cluster one after another, until one serves or refuses."""
-    tried: list[Unanswered] = []
-    for address in addresses:
-        try:
-            return ask(address)
-        except Unanswered as e:
-            if e.code is not None and e.code not in _ELSEWHERE:
-                raise
-            tried.append(e)
-    codes = [e.code for e in tried if e.code is not None]
-    raise Unanswered("; ".join(map(str, tried)), codes[-1] if codes else None)
 
 
 def token_headers() -> dict[str, str]:

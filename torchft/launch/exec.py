@@ -69,7 +69,7 @@ class Forked:
         self.returncode: int | None = None
         self.watched = connection.fileno()  # readable when it has ended, or its ready process
         self._connection = connection
-        self._descriptor = descriptor
+        self.descriptor = descriptor  # a pidfd of the program
         self._alive = alive  # the other end of the pipe whose closing kills the program
 
     def poll(self) -> int | None:
@@ -85,28 +85,24 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         try:  # noqa: SIM105  # contextlib is slow to import
-            signal.pidfd_send_signal(self._descriptor, number)
+            signal.pidfd_send_signal(self.descriptor, number)
         except ProcessLookupError:
             pass
-
-    def name_it(self, number: int) -> None:
-        """Makes a pidfd of the program the descriptor `number`."""
-        os.dup2(self._descriptor, number, inheritable=False)
 
     def _ended(self, timeout: float | None) -> int | None:
         if self.returncode is None and readable(self.watched, timeout):
             try:
                 self.returncode = receive(self._connection)["status"]
             except (EOFError, OSError):  # the ready process was killed
-                self.watched = self._descriptor
-                if not readable(self._descriptor, timeout):
+                self.watched = self.descriptor
+                if not readable(self.descriptor, timeout):
                     return None
                 why = "its ready process has ended before it"
                 print(f"torchft: the status of process {self.pid} is not known: {why}", file=sys.stderr)
                 self.returncode = 1
             self._connection.close()
             os.close(self._alive)
-            os.close(self._descriptor)
+            os.close(self.descriptor)
         return self.returncode
 
 
@@ -426,7 +422,7 @@ def _inherited() -> list[int]:
 
 
 def _stand_for(forked: Forked, owner: int) -> int:
-    forked.name_it(STANDS_FOR)
+    os.dup2(forked.descriptor, STANDS_FOR, inheritable=False)
     with open("/proc/self/comm", "w") as comm:
         comm.write(COMM)
 

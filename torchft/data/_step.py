@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
 
-from torchft._manager.checks.audit import chosen
-from torchft.data.position import DataPlan, DataPosition, PlannedUnit, RankShare
+from torchft.data.position import PlannedUnit, RankShare
 
 if TYPE_CHECKING:
     from torchft.data.loader import ElasticDataLoader
@@ -52,40 +51,6 @@ class AuditedUnit(NamedTuple):
     place: int
     unit: PlannedUnit
     own: bool
-
-
-def audited_unit(
-    plan: DataPlan,
-    position: DataPosition,
-    step: int,
-    membership: Membership,
-    rank: tuple[int, int],
-    skipped: frozenset[int],
-) -> Optional[AuditedUnit]:
-    """Chooses the unit of a step that all participants compute; None if no group has one for all its ranks.
-
-    Args:
-        plan, position: of the data.
-        step: the number of the step, the same in all groups.
-        membership: of this group, a participant.
-        rank: data rank, and the number of data ranks of a group. The ranks of a group run as many passes, so
-            they choose the same group, one in which all of them count units.
-        skipped: the units that are left out.
-    """
-    own, participants, speeds = membership
-    data_rank, ranks = rank
-    owners = [
-        group
-        for group in range(participants)
-        if all(plan.parts(position, group, participants, ranks, skipped, speeds))
-    ]
-    if not owners:
-        return None
-    owner = owners[chosen(step, len(owners), plan.seed, "group")]
-    units = plan.share(position, owner, participants, data_rank, ranks, speeds=speeds, skipped=skipped).units
-    counted = [unit for unit in units if unit.weight]
-    place = chosen(step, len(counted), plan.seed, "unit")
-    return AuditedUnit(place, replace(counted[place], last=False), own=owner == own)
 
 
 class Unit:

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
 import torch
 
+from torchft._manager.checks.audit import chosen
 from torchft._manager.edge import device_of
 from torchft.data._lanes import lanes_of_indices, lanes_of_stream
 from torchft.data._prefetch import Key, ReadFailed, Task
 from torchft.data._reproducible import ReproducibleSum, add_in_group, group_of_ranks
 from torchft.data._skipped import SkippedUnits
 from torchft.data._source_states import SourceStates
-from torchft.data._step import AuditedUnit, LoaderStep, Membership, Unit, UnitsSkipped, audited_unit
+from torchft.data._step import AuditedUnit, LoaderStep, Membership, Unit, UnitsSkipped
 from torchft.data._stream_reader import Read, is_stream, shards_of
 from torchft.data.agreement import GroupAction, next_action
 from torchft.data.local_steps import Account
@@ -467,23 +468,30 @@ class ElasticDataLoader:
         return self._step
 
     def _audited(self, plan: Plan, membership: Membership) -> Optional[AuditedUnit]:
-        """The unit that all participants compute in this step; None if there is none, or this group is no
-        participant.
+        """The unit that all participants compute in this step, the same for all. None if there is none, or
+        this group is no participant; or if no group has one for all its ranks: these run as many passes, so
+        they choose the same group, one in which all of them count units.
         """
-        manager, audits = self._manager, self._audits
+        manager, audits, data, position = self._manager, self._audits, self._plan, self._position
         if audits is None:
             return None
         number = max(plan.max_step, manager.current_step())  # that of the job, also before a heal
-        if not audits.begin(manager._current, plan, number, self._plan.seed) or membership.rank is None:
+        if not audits.begin(manager._current, plan, number, data.seed) or membership.rank is None:
             return None
-        return audited_unit(
-            self._plan,
-            self._position,
-            number,
-            membership,
-            (self._data_rank, self._data_world_size),
-            self._left_out.of(self._position),
-        )
+        own, participants, speeds = membership
+        ranks, left = self._data_world_size, self._left_out.of(position)
+        groups = range(participants)
+        owners = [
+            group for group in groups if all(data.parts(position, group, participants, ranks, left, speeds))
+        ]
+        if not owners:
+            return None
+        owner = owners[chosen(number, len(owners), data.seed, "group")]
+        of_rank = owner, participants, self._data_rank, ranks
+        share = data.share(position, *of_rank, speeds=speeds, skipped=left)
+        counted = [unit for unit in share.units if unit.weight]
+        place = chosen(number, len(counted), data.seed, "unit")
+        return AuditedUnit(place, replace(counted[place], last=False), own=owner == own)
 
     def _kept(self, plan: Plan) -> frozenset[int]:
         """The units whose gradients the groups of a quorum keep from an earlier attempt at this step."""

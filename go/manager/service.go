@@ -24,8 +24,7 @@ type service struct {
 func (s service) Quorum(
 	ctx context.Context, req *torchftpb.ManagerQuorumRequest,
 ) (*torchftpb.ManagerQuorumResponse, error) {
-	a := s.do(ctx, rankCall{kind: quorumCall, Request: wire.RequestFromProto(req),
-		traceparent: req.GetTraceparent()})
+	a := s.do(ctx, quorumFromProto(req))
 	if a.err != nil {
 		return nil, a.err
 	}
@@ -45,9 +44,7 @@ func (s service) CheckpointMetadata(
 func (s service) ShouldCommit(
 	ctx context.Context, req *torchftpb.ShouldCommitRequest,
 ) (*torchftpb.ShouldCommitResponse, error) {
-	a := s.do(ctx, rankCall{kind: voteCall,
-		Request: round.Request{GroupRank: req.GetGroupRank(), Step: req.GetStep()},
-		vote:    req.GetShouldCommit(), traceparent: req.GetTraceparent()})
+	a := s.do(ctx, voteFromProto(req))
 	if a.err != nil {
 		return nil, a.err
 	}

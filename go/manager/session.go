@@ -2,11 +2,15 @@ package manager
 
 import (
 	"context"
+	"maps"
+	"slices"
 	"sync"
+	"time"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/wire"
@@ -23,14 +27,13 @@ const mostCalls = 64
 type session struct {
 	service // its calls come from the connection of the stream
 	stream  grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]
-	sender  rpc.Sender     // of answers and notices
-	calls   sync.WaitGroup // those that have not been answered
+	sender  rpc.Sender // of answers and notices
 
+	// Lock order: this lock may be taken while the server's is held, never the other way round.
 	mu       sync.Mutex
 	finished bool
 	refused  sync.Once
-	// ends each call whose answer has not been sent, by its number
-	open map[uint64]context.CancelFunc
+	open     map[uint64]*rankCall // whose answers have not been sent, by their numbers
 }
 
 // Session serves a rank's stream until either side ends it. At a shutdown the last answers are sent first.
@@ -40,7 +43,7 @@ func (s service) Session(
 	server := s.server
 	o := &session{
 		service: service{server: server, conn: connectionOf(stream.Context())}, stream: stream,
-		sender: rpc.Sender{Pool: &server.pool}, open: map[uint64]context.CancelFunc{},
+		sender: rpc.Sender{Pool: &server.pool}, open: map[uint64]*rankCall{},
 	}
 	notices, stop := server.notices.Listen()
 	defer stop()
@@ -75,10 +78,10 @@ func (o *session) receive() (err error) {
 		switch {
 		case req.GetCancel():
 			o.mu.Lock()
-			cancel := o.open[req.GetCall()]
+			call := o.open[req.GetCall()]
 			o.mu.Unlock()
-			if cancel != nil {
-				cancel()
+			if call != nil {
+				o.server.abandon(call, context.Canceled)
 			}
 		case o.server.report(o.conn, req):
 		case !o.begin(req):
@@ -127,14 +130,41 @@ func (s *Server) report(from *connection, req *torchftpb.RankRequest) bool {
 	return true
 }
 
-// begin begins a call on a goroutine of its own. It returns false if the session must end.
+// begin begins a call. It returns false if the session must end.
 func (o *session) begin(req *torchftpb.RankRequest) bool {
+	var call rankCall
+	var err error
+	switch r := req.GetRequest().(type) {
+	case *torchftpb.RankRequest_Quorum:
+		call = quorumFromProto(r.Quorum)
+	case *torchftpb.RankRequest_ShouldCommit:
+		call = voteFromProto(r.ShouldCommit)
+	default:
+		err = status.Error(codes.Unimplemented, "this request of a session is not known here")
+	}
+	timeout, number := rpc.Microseconds(req.GetTimeoutUs()), req.GetCall()
+	if err == nil && timeout <= 0 {
+		err = status.Errorf(codes.InvalidArgument,
+			"timeout_us is %d: a call of a session needs a deadline, above 0", req.GetTimeoutUs())
+	}
+	call.conn, call.deadline = o.conn, time.Now().Add(timeout)
+	if !o.admit(number, &call) {
+		return false
+	}
+	if err != nil {
+		o.answer(number, call.kind, answer{err: err})
+	} else {
+		o.server.begin(&call, func(a answer) { o.answer(number, call.kind, a) })
+	}
+	return true
+}
+
+func (o *session) admit(number uint64, call *rankCall) bool {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.finished {
 		return false
 	}
-	number := req.GetCall()
 	if len(o.open) >= mostCalls || o.open[number] != nil {
 		o.refused.Do(func() {
 			o.server.log.Warn("torchft: a session is ended: its rank makes calls and does not read the "+
@@ -143,52 +173,50 @@ func (o *session) begin(req *torchftpb.RankRequest) bool {
 		})
 		return false
 	}
-	ctx, cancel := context.WithTimeout(o.stream.Context(), rpc.Microseconds(req.GetTimeoutUs()))
-	o.open[number] = cancel
-	rpc.Go(&o.calls, o.server.log, "a call of a session", func() {
-		resp, err := o.call(ctx, req)
-		if err != nil {
-			resp.Response = &torchftpb.RankResponse_Failure{Failure: wire.FailureToProto(err)}
-		}
-		// An answer that has been sent makes room for another call.
-		if !o.sender.Post(func() {
-			defer o.end(number)
-			_ = o.stream.Send(resp) // fails only if the stream has broken: receive returns then
-		}) {
-			o.end(number) // the rank's call ends at its deadline
-		}
-	})
+	o.open[number] = call
 	return true
 }
 
-func (o *session) call(ctx context.Context, req *torchftpb.RankRequest) (
-	resp *torchftpb.RankResponse, err error,
-) {
-	resp = &torchftpb.RankResponse{Call: req.GetCall()}
-	defer rpc.Recovered(o.server.log, "a call of a session", &err)
-	if req.GetTimeoutUs() <= 0 {
-		return resp, status.Errorf(codes.InvalidArgument,
-			"timeout_us is %d: a call of a session needs a deadline, above 0", req.GetTimeoutUs())
+// answer queues the answer to a call. It does not block, since the server's lock may be held. An answer that
+// has been sent makes room for another call.
+func (o *session) answer(number uint64, kind callKind, a answer) {
+	end := func() {
+		o.mu.Lock()
+		defer o.mu.Unlock()
+		delete(o.open, number)
 	}
-	switch r := req.GetRequest().(type) {
-	case *torchftpb.RankRequest_Quorum:
-		result, err := o.Quorum(ctx, r.Quorum)
-		resp.Response = &torchftpb.RankResponse_Quorum{Quorum: result}
-		return resp, err
-	case *torchftpb.RankRequest_ShouldCommit:
-		decision, err := o.ShouldCommit(ctx, r.ShouldCommit)
-		resp.Response = &torchftpb.RankResponse_ShouldCommit{ShouldCommit: decision}
-		return resp, err
-	default:
-		return resp, status.Error(codes.Unimplemented, "this request of a session is not known here")
+	if !o.sender.Post(func() {
+		defer end()
+		// fails only if the stream has broken: receive returns then
+		_ = o.stream.SendMsg(response(number, kind, a))
+	}) {
+		end() // the rank's call ends at its deadline
 	}
 }
 
-func (o *session) end(number uint64) {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	o.open[number]()
-	delete(o.open, number)
+// votes are the answers to votes, encoded: all ranks of a group get the same one.
+var votes = map[answer]rpc.Encoded{}
+
+func init() {
+	for _, a := range []answer{{}, {commit: true}, {commit: true, stands: true}, {stands: true}} {
+		votes[a], _ = proto.Marshal(&torchftpb.RankResponse{Response: &torchftpb.RankResponse_ShouldCommit{
+			// always valid
+			ShouldCommit: &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit, Stands: a.stands},
+		}})
+	}
+}
+
+func response(number uint64, kind callKind, a answer) any {
+	switch {
+	case a.err != nil:
+		failure := &torchftpb.RankResponse_Failure{Failure: wire.FailureToProto(a.err)}
+		return &torchftpb.RankResponse{Call: number, Response: failure}
+	case kind == voteCall:
+		return rpc.Numbered{Number: number, Message: votes[a]}
+	default:
+		result := &torchftpb.RankResponse_Quorum{Quorum: wire.ResultToProto(a.result)}
+		return &torchftpb.RankResponse{Call: number, Response: result}
+	}
 }
 
 // finish ends the calls in progress, and waits until their answers have been sent: Send fails once the stream
@@ -196,11 +224,11 @@ func (o *session) end(number uint64) {
 func (o *session) finish() {
 	o.mu.Lock()
 	o.finished = true
-	for _, cancel := range o.open {
-		cancel()
-	}
+	open := slices.Collect(maps.Values(o.open))
 	o.mu.Unlock()
-	o.calls.Wait()
+	for _, call := range open {
+		o.server.abandon(call, context.Canceled)
+	}
 	<-o.sender.Flushed()
 }
 

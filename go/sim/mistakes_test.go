@@ -273,9 +273,7 @@ var mistakes = []mistake{
 	},
 	{
 		"votes of sessions always yes", "manager/session.go",
-		"decision, err := o.ShouldCommit(ctx, r.ShouldCommit)\n",
-		"decision, err := o.ShouldCommit(ctx, r.ShouldCommit)\n		if err == nil {\n			" +
-			"decision.ShouldCommit = decision.GetShouldCommit() || $\n		}\n",
+		"case kind == voteCall:\n", "case kind == voteCall:\n		a.commit = a.commit || $\n",
 		func(s *setup) { s.ranks = 2 }, []string{ruleVote},
 	},
 

@@ -50,11 +50,16 @@ type watch struct {
 
 // step is the state of the latest quorum's step.
 type step struct {
-	began      time.Time            // when the quorum was delivered
-	askedAt    time.Time            // when its members were asked last, zero if they were not
-	answers    map[string]Progress  // the answers since then, by member
-	answeredAt map[string]time.Time // when each answer arrived: the time since then is added to For
-	stalled    map[string]string    // the members that were reported as stalled, and why
+	began   time.Time           // when the quorum was delivered
+	askedAt time.Time           // when its members were asked last, zero if they were not
+	answers map[string]answered // since then, by member
+	stalled map[string]string   // the members that were reported as stalled, and why
+}
+
+// answered is an answer, and when it arrived: the time since then is added to For.
+type answered struct {
+	Progress
+	at time.Time
 }
 
 // next begins a step. The duration of the previous one is recorded only if the members stay the same: a
@@ -101,16 +106,10 @@ func (w *watch) progressed(e Progressed) {
 	if w.answers == nil {
 		return
 	}
-	w.answers[e.ReplicaID], w.answeredAt[e.ReplicaID] = e.Progress, w.now
+	w.answers[e.ReplicaID] = answered{e.Progress, w.now}
 	if r := w.roster.members[e.ReplicaID]; r != nil {
 		w.occupied(r, e.Progress.Phase, e.Progress.For, w.now)
 	}
-}
-
-// answer returns a member's answer since it was last asked.
-func (w *watch) answer(r *record) (p Progress, found bool) {
-	p, found = w.answers[r.id]
-	return p, found
 }
 
 // tick checks whether the step takes too long.
@@ -149,7 +148,7 @@ func (w *watch) ask() {
 		}
 	}
 	if len(ids) > 0 {
-		w.askedAt, w.answers, w.answeredAt = w.now, map[string]Progress{}, map[string]time.Time{}
+		w.askedAt, w.answers = w.now, map[string]answered{}
 		w.do(AskProgress{ids})
 	}
 }
@@ -162,7 +161,7 @@ func (w *watch) ask() {
 func (w *watch) parted() {
 	reached := int64(math.MinInt64) // the latest step in which a peer waits
 	for _, peer := range w.past.members {
-		if p, answered := w.answer(peer); answered && p.Waits && peer.alive() && !peer.waiting() {
+		if p := w.answers[peer.id]; p.Waits && peer.alive() && !peer.waiting() {
 			reached = max(reached, p.Step)
 		}
 	}
@@ -178,7 +177,7 @@ func (w *watch) parted() {
 
 func (w *watch) allAnswered() bool {
 	for _, r := range w.past.members {
-		if _, answered := w.answer(r); !answered && r.alive() && !r.waiting() {
+		if _, answered := w.answers[r.id]; !answered && r.alive() && !r.waiting() {
 			return false
 		}
 	}
@@ -190,7 +189,7 @@ func (w *watch) allAnswered() bool {
 func (w *watch) name(age, timeout time.Duration) {
 	waiting := 0
 	for _, r := range w.past.members {
-		if p, _ := w.answer(r); r.alive() && (r.waiting() || p.Waits) {
+		if r.alive() && (r.waiting() || w.answers[r.id].Waits) {
 			waiting++
 		}
 	}
@@ -198,14 +197,14 @@ func (w *watch) name(age, timeout time.Duration) {
 		return // no member waits (invariant 2)
 	}
 	for _, r := range w.past.members {
-		p, answered := w.answer(r)
+		p, answered := w.answers[r.id]
 		if !r.alive() || r.waiting() || p.Waits {
 			continue
 		}
 		still := age
 		reason := "none of its ranks has reported its activity"
 		if answered {
-			still = min(age, p.For+w.now.Sub(w.answeredAt[r.id]))
+			still = min(age, p.For+w.now.Sub(p.at))
 			reason = fmt.Sprintf("rank %d, step %d: %s", p.Rank, p.Step, p.What)
 		}
 		limit := w.policy.limit(p.Phase, &w.learned)

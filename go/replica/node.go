@@ -86,13 +86,6 @@ func Open(ctx context.Context, cfg Config) (*Node, error) {
 
 // prepare opens the directory of a node.
 func prepare(cfg Config) (*Node, error) {
-	if !slices.Contains(cfg.Cluster, cfg.Self) {
-		return nil, fmt.Errorf("--cluster is %q: this lighthouse, %s, is not in it",
-			strings.Join(cfg.Cluster, ","), cfg.Self)
-	}
-	if cfg.Dir == "" {
-		return nil, errors.New("--state_dir is empty: a lighthouse of a cluster needs a directory")
-	}
 	cfg.Cluster = slices.Sorted(slices.Values(cfg.Cluster))
 	cfg.Logger = cmp.Or(cfg.Logger, slog.Default())
 	n := &Node{

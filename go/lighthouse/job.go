@@ -136,7 +136,7 @@ func (j *job) quorum(ctx context.Context, asked quorum.Asked) (*delivery, error)
 		return a.delivered, a.err
 	case <-ctx.Done():
 	}
-	reason, err := j.withdraw(id)
+	reason, err := j.withdraw(asked.Member.ReplicaID, id)
 	if err != nil {
 		return nil, err
 	}
@@ -160,7 +160,7 @@ func (j *job) ask(asked quorum.Asked) (quorum.WaiterID, <-chan answer, error) {
 }
 
 // withdraw ends a request at its deadline, and returns the reason why there is no quorum.
-func (j *job) withdraw(id quorum.WaiterID) (reason string, err error) {
+func (j *job) withdraw(replicaID string, id quorum.WaiterID) (reason string, err error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.waiters.Drop(id)
@@ -168,7 +168,7 @@ func (j *job) withdraw(id quorum.WaiterID) (reason string, err error) {
 		return "", j.ended
 	}
 	reason = j.reason(time.Now()) // before the request is withdrawn, so that the reason counts it
-	return reason, j.step(quorum.Withdrawn{Waiter: id})
+	return reason, j.step(quorum.Withdrawn{ReplicaID: replicaID, Waiter: id})
 }
 
 func (j *job) feed(event quorum.Event) error {

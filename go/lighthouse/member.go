@@ -400,7 +400,8 @@ func (s *stream) forget() {
 	s.span.End(errWithdrawn)
 	s.job.waiters.Drop(waiter)
 	if s.job.ended == nil {
-		_ = s.job.step(quorum.Withdrawn{Waiter: waiter}) // step has logged an error
+		// step has logged an error
+		_ = s.job.step(quorum.Withdrawn{ReplicaID: s.replicaID, Waiter: waiter})
 	}
 }
 

@@ -62,16 +62,13 @@ func (c *core) fail(r *record, cause Cause, reason string) {
 	c.failed = append(c.failed, c.roster.markFailed(r, cause, reason, c.now))
 }
 
-// refuse ends a pending request, or answers a new one that is not accepted.
-func (c *core) refuse(w WaiterID, why Refusal, reason string) {
-	c.roster.withdraw(w, c.now)
-	c.do(Refuse{w, why, reason})
-}
+// refuse answers a request that is not accepted, or not pending any more.
+func (c *core) refuse(w WaiterID, why Refusal, reason string) { c.do(Refuse{w, why, reason}) }
 
 // refusePending ends the request of a member, if it has one.
 func (c *core) refusePending(r *record, why Refusal, reason string) {
 	if r.waiting() {
-		c.refuse(r.request.waiter, why, reason)
+		c.refuse(c.roster.withdraw(r, c.now), why, reason)
 	}
 }
 

@@ -85,7 +85,6 @@ func (m *Machine) Describe(now time.Time) Status {
 		Reason:             m.roster.explain(d),
 		Healthy:            t.healthy,
 		Candidates:         t.candidates,
-		Waiters:            len(m.roster.waiters),
 		Members:            make([]MemberStatus, 0, len(m.roster.members)),
 		MinReplicas:        m.policy.MinReplicas,
 		MaxReplicas:        m.policy.MaxReplicas,
@@ -125,6 +124,7 @@ func (m *Machine) Describe(now time.Time) Status {
 	for _, r := range m.roster.members {
 		member := last[r.id]
 		if r.waiting() {
+			s.Waiters++
 			member = *r.member()
 		}
 		ms := MemberStatus{

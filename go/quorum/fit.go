@@ -65,7 +65,7 @@ func (m *memory) outfit(e Asked) {
 		}
 		for _, p := range properties {
 			if of := r.member(); p.differ(of, &e.Member) {
-				m.misfits(r.id, r.request.waiter, p.reason(of, &e.Member))
+				m.misfits(r.id, m.roster.withdraw(r, m.now), p.reason(of, &e.Member))
 				break
 			}
 		}

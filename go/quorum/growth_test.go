@@ -104,7 +104,9 @@ func each() (all []burst) {
 		"Recalled": func(c *largeJob, i int) Event {
 			return Recalled{Quorum: &Quorum{ID: 1, Members: []Member{{ReplicaID: c.ids[i]}}}, From: c.ids[i]}
 		},
-		"Withdrawn":    func(_ *largeJob, i int) Event { return Withdrawn{Waiter: WaiterID(i)} },
+		"Withdrawn": func(c *largeJob, i int) Event {
+			return Withdrawn{ReplicaID: c.ids[i], Waiter: WaiterID(i)}
+		},
 		"Beat":         func(c *largeJob, i int) Event { return Beat{ReplicaID: c.ids[i]} },
 		"Disconnected": func(c *largeJob, i int) Event { return Disconnected{ReplicaID: c.ids[i]} },
 		"Incomplete": func(c *largeJob, i int) Event {

@@ -25,7 +25,8 @@ type history struct {
 
 	raised  int64
 	waiter  WaiterID
-	open    map[WaiterID]string // the replica id of each pending waiter
+	asked   map[WaiterID]string // the replica id of each waiter
+	open    map[WaiterID]string // of each pending one
 	sets    map[int64]string    // the members of each quorum id
 	lastID  int64
 	wakeAt  time.Time
@@ -53,7 +54,7 @@ func newHistory(t *testing.T, seed uint64) *history {
 	return &history{
 		t: t, rng: rng, policy: policy, now: epoch,
 		machine: NewMachine(policy, epoch, 0), model: newModel(policy, epoch),
-		open: map[WaiterID]string{}, sets: map[int64]string{}, fed: map[string]int{},
+		asked: map[WaiterID]string{}, open: map[WaiterID]string{}, sets: map[int64]string{}, fed: map[string]int{},
 	}
 }
 
@@ -68,7 +69,8 @@ func (h *history) event(members int) Event {
 		return h.ask(id)
 	case p < 105:
 		// most of these are pending, some are answered, some do not exist
-		return Withdrawn{Waiter: h.waiter - WaiterID(h.rng.IntN(8))}
+		w := h.waiter - WaiterID(h.rng.IntN(8))
+		return Withdrawn{ReplicaID: h.asked[w], Waiter: w}
 	case p < 125:
 		return Beat{ReplicaID: id, Phase: []Phase{Unsaid, Training, Checkpoint}[h.rng.IntN(3)]}
 	case p < 135:
@@ -189,7 +191,7 @@ func (h *history) step(e Event) {
 	h.fed[reflect.TypeOf(e).Name()]++
 	switch e := e.(type) {
 	case Asked:
-		h.open[e.Waiter] = e.Member.ReplicaID
+		h.open[e.Waiter], h.asked[e.Waiter] = e.Member.ReplicaID, e.Member.ReplicaID
 	case Withdrawn:
 		delete(h.open, e.Waiter)
 	}
@@ -271,7 +273,13 @@ func (h *history) step(e Event) {
 	require.Equal(h.t, recount(h.machine.roster, h.machine.now), h.machine.roster.tally(h.machine.now),
 		"the running counts equal a recount")
 	require.Len(h.t, h.machine.roster.members, len(h.model.facts), "no record of a member leaks")
-	require.Len(h.t, h.machine.roster.waiters, len(h.open), "no record of a waiter leaks")
+	pending := 0
+	for _, r := range h.machine.roster.members {
+		if r.waiting() {
+			pending++
+		}
+	}
+	require.Equal(h.t, len(h.open), pending, "no record of a waiter leaks")
 	healthy := 0
 	for id := range h.model.facts {
 		if h.model.healthy(id, h.now) {
@@ -355,7 +363,7 @@ func (h *history) delivered(q *Quorum, answered []WaiterID) {
 func (h *history) settle(members int) {
 	for _, a := range slices.Clone(h.model.waiting) {
 		if a.Member.ShrinkOnly { // new members may not join while such a request is pending
-			h.step(Withdrawn{Waiter: a.Waiter})
+			h.step(Withdrawn{ReplicaID: a.Member.ReplicaID, Waiter: a.Waiter})
 		}
 	}
 	members = max(members, h.policy.MinReplicas)

@@ -93,7 +93,10 @@ func (m *Machine) take(event Event) (decide bool) {
 	case Copied:
 		m.past.copied(e) // No decision: the steps of the members that ask stay what they are.
 	case Withdrawn: // No decision: a withdrawal cannot make a quorum possible.
-		m.roster.withdraw(e.Waiter, m.now)
+		r := m.roster.members[e.ReplicaID]
+		if r != nil && r.waiting() && r.request.waiter == e.Waiter { // otherwise it has been answered already
+			m.roster.withdraw(r, m.now)
+		}
 	case Beat:
 		// No decision here: if it makes a member with a request a candidate again, the next tick decides.
 		// Heartbeats must stay cheap. Before the first quorum a call of any name counts: after a restart of

@@ -128,9 +128,9 @@ func TestMemoryIsBoundedByLiveMembers(t *testing.T) {
 		r.now = r.now.Add(time.Second)
 		r.machine.Step(Beat{ReplicaID: fmt.Sprint("beats ", i)}, r.now)
 		r.ask(Member{ReplicaID: fmt.Sprint("asks ", i)})
-		r.machine.Step(Withdrawn{Waiter: r.waiter}, r.now)
+		r.machine.Step(Withdrawn{ReplicaID: fmt.Sprint("asks ", i), Waiter: r.waiter}, r.now)
 		require.LessOrEqual(t, len(r.machine.roster.members), 10)
-		require.Empty(t, r.machine.roster.waiters)
+		require.Zero(t, r.machine.Describe(r.now).Waiters)
 	}
 	r.machine.Step(Tick{}, r.now.Add(5*time.Second))
 	require.Empty(t, r.machine.roster.members)

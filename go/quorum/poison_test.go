@@ -203,7 +203,7 @@ func TestAStoppedRunStaysStopped(t *testing.T) {
 				r, is := action.(Refuse)
 				refused = refused || is && r.Why == Poisoned
 			}
-			m.Step(Withdrawn{Waiter: 1}, now)
+			m.Step(Withdrawn{ReplicaID: id, Waiter: 1}, now)
 			return refused
 		}
 		require.False(t, asks("a:1", "r", epoch))

@@ -102,7 +102,6 @@ type roster struct {
 	timeout       time.Duration // of heartbeats
 	grace         time.Duration // of suspects
 	members       map[string]*record
-	waiters       map[WaiterID]*record
 	pulses        *list.List // of *record with a recent heartbeat, the oldest heartbeat first
 	suspects      *list.List // of *record that are alive and whose stream broke, the longest ago first
 	queue         *list.List // of *record that are candidates, the first to join first
@@ -118,7 +117,6 @@ func newRoster(p Policy) *roster {
 		timeout:       p.HeartbeatTimeout,
 		grace:         p.SuspectGrace,
 		members:       map[string]*record{},
-		waiters:       map[WaiterID]*record{},
 		pulses:        list.New(),
 		suspects:      list.New(),
 		queue:         list.New(),
@@ -262,10 +260,7 @@ func (s *roster) ask(e Asked, now time.Time) (earlier *request) {
 	r := s.beat(e.Member.ReplicaID, now)
 	r.number, r.address, r.ending, r.finished = max(r.number, e.Number), e.Member.Address, false, false
 	r.run = e.Run
-	if earlier = r.request; earlier != nil {
-		delete(s.waiters, earlier.waiter)
-	}
-	s.waiters[e.Waiter] = r
+	earlier = r.request
 	s.update(r, now, func() {
 		r.out = ""
 		r.request = &request{e.Waiter, e.Member, e.KnownQuorumID, e.Recallable}
@@ -280,20 +275,17 @@ func (s *roster) inOrder(id string, number uint64) bool {
 	return number == 0 || r == nil || number > r.number
 }
 
-// withdraw removes a pending request. A member without one is no candidate any more.
-func (s *roster) withdraw(w WaiterID, now time.Time) {
-	if r := s.waiters[w]; r != nil { // otherwise it has been answered already
-		delete(s.waiters, w)
-		s.update(r, now, func() { r.request = nil })
-	}
+// withdraw removes the request of a member, and returns its waiter. Without one it is no candidate any more.
+func (s *roster) withdraw(r *record, now time.Time) WaiterID {
+	w := r.request.waiter
+	s.update(r, now, func() { r.request = nil })
+	return w
 }
 
-// answer removes the request of a member, and returns its waiter.
+// answer does the same when the request is answered by a quorum.
 func (s *roster) answer(r *record, now time.Time) WaiterID {
-	w := r.request.waiter
-	s.withdraw(w, now)
 	r.returned = false
-	return w
+	return s.withdraw(r, now)
 }
 
 // joinAgain restarts the join timer of the candidates that were left out of a quorum.

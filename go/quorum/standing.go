@@ -323,7 +323,7 @@ func (s *standing) advance(searching bool) {
 		case !s.holds(r) && r.alive():
 			s.trainsOn(r)
 		case r.waiting():
-			s.roster.withdraw(r.request.waiter, s.now)
+			s.roster.withdraw(r, s.now)
 		}
 	}
 }

@@ -51,7 +51,8 @@ type scribe struct {
 	machine *Machine
 	now     time.Time
 	waiters WaiterID
-	waited  cause // the last that was shown since the latest quorum
+	asked   map[WaiterID]string // replica ids
+	waited  cause               // the last that was shown since the latest quorum
 }
 
 func (r *scribe) begin(args []string) *Machine {
@@ -79,6 +80,7 @@ func (r *scribe) run(words []string) []string {
 	switch words[0] {
 	case "policy":
 		r.now, r.waiters, r.waited = time.UnixMilli(1000).UTC(), 0, noRequest
+		r.asked = map[WaiterID]string{}
 		r.machine = r.begin(args)
 		return nil
 	case "ask":
@@ -87,6 +89,7 @@ func (r *scribe) run(words []string) []string {
 			waiter = WaiterID(transcript.Number(r.t, w))
 		}
 		r.waiters = max(r.waiters, waiter)
+		r.asked[waiter] = args[0]
 		return r.step(Asked{
 			Waiter:        waiter,
 			KnownQuorumID: transcript.Number(r.t, transcript.Option(args, "known")),
@@ -156,7 +159,8 @@ func (r *scribe) run(words []string) []string {
 		return r.step(Copied{Copies{transcript.Number(r.t, transcript.Option(args, "step")),
 			transcript.Number(r.t, transcript.Option(args, "quorum")), hosts("on")}, hosts("from")})
 	case "withdrawn":
-		return r.step(Withdrawn{Waiter: WaiterID(transcript.Number(r.t, args[0]))})
+		w := WaiterID(transcript.Number(r.t, args[0]))
+		return r.step(Withdrawn{ReplicaID: r.asked[w], Waiter: w})
 	case "beat", "call":
 		var answers []string
 		step := transcript.Number(r.t, transcript.Option(args, "step"))

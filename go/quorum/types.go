@@ -78,7 +78,10 @@ type (
 	}
 	// Withdrawn: a request ended on the side of its member: its deadline passed, or its connection broke. It
 	// gets no answer.
-	Withdrawn struct{ Waiter WaiterID }
+	Withdrawn struct {
+		ReplicaID string
+		Waiter    WaiterID
+	}
 	// Beat: a heartbeat.
 	Beat struct {
 		ReplicaID string

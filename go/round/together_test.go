@@ -201,7 +201,7 @@ func (h *together) group(m *member, e Event) {
 			h.send(m, a.Round, a.Member)
 		case CancelLighthouse:
 			if m.asking != 0 {
-				m.up = append(m.up, quorum.Withdrawn{Waiter: m.asking})
+				m.up = append(m.up, quorum.Withdrawn{ReplicaID: m.id, Waiter: m.asking})
 				m.asking = 0
 			}
 		case AnswerQuorum:
@@ -371,7 +371,7 @@ func (h *together) breaks(m *member) {
 	for w := quorum.WaiterID(1); w <= h.waiter; w++ {
 		if h.waiters[w] == m {
 			delete(h.waiters, w)
-			h.feed(quorum.Withdrawn{Waiter: w})
+			h.feed(quorum.Withdrawn{ReplicaID: m.id, Waiter: w})
 		}
 	}
 	if !m.upstream {

@@ -46,13 +46,13 @@ var mistakes = []mistake{
 		func(s *setup) { apart(s); s.upstream = ^slots(0) }, []string{ruleEqual},
 	},
 	{
-		"withdrawn requests stay", "quorum/machine.go", "		m.roster.withdraw(e.Waiter, m.now)\n",
-		"		if !$ {\n			m.roster.withdraw(e.Waiter, m.now)\n		}\n",
+		"withdrawn requests stay", "quorum/machine.go", "r.request.waiter == e.Waiter {",
+		"r.request.waiter == e.Waiter && !$ {",
 		nil, []string{ruleMembers, ruleStale, ruleMemory, ruleBroadcast},
 	},
 	{
-		"a request counts with the step before", "quorum/roster.go", "	s.waiters[e.Waiter] = r\n",
-		"	s.waiters[e.Waiter] = r\n	if $ && e.Member.Step > 0 {\n		e.Member.Step--\n	}\n",
+		"a request counts with the step before", "quorum/roster.go", "	earlier = r.request\n",
+		"	earlier = r.request\n	if $ && e.Member.Step > 0 {\n		e.Member.Step--\n	}\n",
 		nil, []string{ruleStale},
 	},
 	{

@@ -424,7 +424,7 @@ class ElasticDataLoader:
             self._check_ranks_alike(before)
             what = next_action(
                 at_end=self.at_end,
-                heals_in_background=plan.heal and (plan.in_background or manager._recovery.joining),
+                heals_in_background=plan.heal and (plan.in_background or manager._in_passing.joining),
                 all_up_to_date=plan.num_up_to_date == plan.replica_world_size,
             )
             if what is GroupAction.TRAINS:

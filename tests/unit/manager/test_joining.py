@@ -322,10 +322,10 @@ def test_a_source_that_is_reported_to_have_failed_is_not_waited_for(peer: Peer, 
     with ThreadPoolExecutor(1) as pool:
         votes = pool.submit(target.advance, True)
         assert peer.next() == "decision"
-        target.peer_failed(6, "source/0")
-        target.peer_failed(7, "additional/0")
+        target.peer_failed(MemberFailure(6, "source/0", ""))
+        target.peer_failed(MemberFailure(7, "additional/0", ""))
         assert not votes.done(), "these failures are of another quorum, or of another group"
-        target.peer_failed(7, "source/0")
+        target.peer_failed(MemberFailure(7, "source/0", ""))
         votes.result(DEADLINE_SEC / 2)
     assert same(ours, peer.model) and target.heal.abandoned is None
 
@@ -334,7 +334,7 @@ def test_a_source_that_has_failed_is_not_asked(peer: Peer, start: Any) -> None:
     target, ours = start()
     target.quorum(plan(7), together=True)
     until(target, lambda: target.heal.here == 6 and target._request is None)
-    target.peer_failed(7, "source/0")
+    target.peer_failed(MemberFailure(7, "source/0", ""))
     gradients(ours)
     target.advance(reduced=True)
     assert peer.next() == "part.0.6.0.0" and peer.asked.empty()
@@ -407,8 +407,9 @@ def in_passing(peer: Peer) -> Iterator[tuple[InPassing, Recovery]]:
 def test_a_heal_is_notified_of_failures(in_passing: tuple[InPassing, Recovery]) -> None:
     heals, recovery = in_passing
     heals._target = target = MagicMock(wrote=False)
-    recovery.peer_failed(MemberFailure(3, "source/0", "its connection broke"))
-    target.peer_failed.assert_called_once_with(3, "source/0")
+    failure = MemberFailure(3, "source/0", "its connection broke")
+    recovery.peer_failed(failure)
+    target.peer_failed.assert_called_once_with(failure)
 
 
 def test_weights_that_were_written_in_passing_are_of_no_step(
@@ -418,7 +419,7 @@ def test_weights_that_were_written_in_passing_are_of_no_step(
     heals, recovery = in_passing
     alone = cast(Any, SimpleNamespace(heal=False, up_to_date=False, quorum_id=8))
     recovery.begin(plan(7), Position(0, 0, -1), 0.0)
-    assert recovery._heal(plan(7), at_once=False) is None and recovery.joining
+    assert recovery._heal(plan(7), at_once=False) is None and heals.joining
     target = heals._target
     assert target is not None
     wait_until(lambda: target.wrote, DEADLINE_SEC)
@@ -453,7 +454,7 @@ def test_if_the_rest_does_not_arrive_the_whole_state_is_fetched(
     recovery._fetch = fetch  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="the source has ended"):
         recovery._heal(plan(8), at_once=False)
-    assert not recovery.joining and heals.join(plan(9), may_write=True) is Fetch.ALL
+    assert not heals.joining and heals.join(plan(9), may_write=True) is Fetch.ALL
     assert recovery._heal(plan(9), at_once=False) == Position(9, 0, 0)
     assert fetched == [heals.has, None]
     with pytest.raises(KeyError, match="has ended"):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torchft._manager.edge import Transport
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.quorum.plan import Plan
+    from torchft._torchft import MemberFailure
 
 
 _NO_PARTS = "the source offers no parts of it in this step"
@@ -346,11 +347,11 @@ class InPassing:
         if target is not None:
             target.reduces()
 
-    def peer_failed(self, quorum_id: int, replica_id: str) -> None:
+    def peer_failed(self, failure: MemberFailure) -> None:
         """Ends the waits for a source that is reported to have failed; on any thread."""
         target = self._target
         if target is not None:
-            target.peer_failed(quorum_id, replica_id)
+            target.peer_failed(failure)
 
     def how_far(self) -> str:
         """The progress of the heal, as text for logs and errors."""

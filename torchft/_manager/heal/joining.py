@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torchft._manager.edge import Transport
     from torchft._manager.observe.log import _ManagerLogger
     from torchft._manager.quorum.plan import Plan
+    from torchft._torchft import MemberFailure
 
 # A request fails after this many seconds without any data, so that the next one may go to another source. So
 # does that for a decision: a source may have begun another step without a vote.
@@ -128,13 +129,13 @@ class Target:
             f"lose {figures.lost_in_passing:.1f} s"
         )
 
-    def peer_failed(self, quorum_id: int, replica_id: str) -> None:
-        """A group of a quorum has failed. If it is the source, nothing waits until another one is named."""
+    def peer_failed(self, failure: MemberFailure) -> None:
+        """If it is the source that has failed, nothing waits until another one is named."""
         with self._cond:
             plan = self._plan
             if plan is None or plan.source is None or self._over:
                 return
-            if (plan.quorum_id, plan.source.replica_id) == (quorum_id, replica_id):
+            if (plan.quorum_id, plan.source.replica_id) == (failure.quorum_id, failure.replica_id):
                 self._failed = True
                 self._abort("the source has failed")
 

@@ -102,11 +102,6 @@ class Recovery:
         """Whether this group's weights are of no step: a heal has changed some of them, and has not ended."""
         return self._inconsistent or self.in_passing.wrote
 
-    @property
-    def joining(self) -> bool:
-        """Whether this group trains along while its state arrives in parts."""
-        return self.in_passing.joining
-
     def follow(self, plan: Plan, restores: bool) -> None:
         """Takes a quorum into account, before the group acts on it, or loads a copy of its state.
         RuntimeError: the weights are of no step, and there is no group to heal from.
@@ -319,7 +314,7 @@ class Recovery:
 
     def peer_failed(self, failure: MemberFailure) -> None:
         """Ends a transfer from a failed group: the others wait until this group asks for a quorum."""
-        self.in_passing.peer_failed(failure.quorum_id, failure.replica_id)
+        self.in_passing.peer_failed(failure)
         while self._source == (failure.quorum_id, failure.replica_id):
             if not self.transport.abandon_receiving(PeerFailed(failure)):
                 return
@@ -344,7 +339,7 @@ class Recovery:
 
     def load_before(self, step: Step) -> None:
         """Loads the state before the step begins, so that this group participates in the step."""
-        if not step.healing or self.joining or not self.arrived() or not self.load(step):
+        if not step.healing or self.in_passing.joining or not self.arrived() or not self.load(step):
             return
         if step.plan is not None and not step.plan.in_background:
             step.joined()

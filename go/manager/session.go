@@ -10,7 +10,6 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/proto"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/wire"
@@ -188,35 +187,25 @@ func (o *session) answer(number uint64, kind callKind, a answer) {
 	if !o.sender.Post(func() {
 		defer end()
 		// fails only if the stream has broken: receive returns then
-		_ = o.stream.SendMsg(response(number, kind, a))
+		_ = o.stream.Send(response(number, kind, a))
 	}) {
 		end() // the rank's call ends at its deadline
 	}
 }
 
-// votes are the answers to votes, encoded: all ranks of a group get the same one.
-var votes = map[answer]rpc.Encoded{}
-
-func init() {
-	for _, a := range []answer{{}, {commit: true}, {commit: true, stands: true}, {stands: true}} {
-		votes[a], _ = proto.Marshal(&torchftpb.RankResponse{Response: &torchftpb.RankResponse_ShouldCommit{
-			// always valid
-			ShouldCommit: &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit, Stands: a.stands},
-		}})
-	}
-}
-
-func response(number uint64, kind callKind, a answer) any {
+func response(number uint64, kind callKind, a answer) *torchftpb.RankResponse {
+	resp := &torchftpb.RankResponse{Call: number}
 	switch {
 	case a.err != nil:
-		failure := &torchftpb.RankResponse_Failure{Failure: wire.FailureToProto(a.err)}
-		return &torchftpb.RankResponse{Call: number, Response: failure}
+		resp.Response = &torchftpb.RankResponse_Failure{Failure: wire.FailureToProto(a.err)}
 	case kind == voteCall:
-		return rpc.Numbered{Number: number, Message: votes[a]}
+		resp.Response = &torchftpb.RankResponse_ShouldCommit{
+			ShouldCommit: &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit, Stands: a.stands},
+		}
 	default:
-		result := &torchftpb.RankResponse_Quorum{Quorum: wire.ResultToProto(a.result)}
-		return &torchftpb.RankResponse{Call: number, Response: result}
+		resp.Response = &torchftpb.RankResponse_Quorum{Quorum: wire.ResultToProto(a.result)}
 	}
+	return resp
 }
 
 // finish ends the calls in progress, and waits until their answers have been sent: Send fails once the stream

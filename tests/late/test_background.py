@@ -18,7 +18,7 @@ from tests.late.test_step import DEADLINE, Vote
 from tests.promises import ABORT_S, within
 from tests.unit.manager.conftest import Fixture, fixture, quorum
 from torchft._handoff import drain
-from torchft._manager.step.step import StepRequest
+from torchft._manager.step.step import Step, StepRequest
 from torchft._torchft import MemberFailure
 from torchft.manager import Manager
 
@@ -195,7 +195,8 @@ def test_a_synchronous_quorum_does_not_change_the_training_threads_device(
     torch.ones(1, device="late")
     manager = fixture.manager()
     manager._background.begin()
-    manager._follow(manager._make_step(StepRequest(True, False, timedelta(seconds=10))), quorum())
+    request = StepRequest(True, False, timedelta(seconds=10))
+    manager._follow(Step(request, manager._new_collectives(), [], None), quorum())
     assert threading.current_thread() not in set_on
 
 

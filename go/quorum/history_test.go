@@ -54,7 +54,8 @@ func newHistory(t *testing.T, seed uint64) *history {
 	return &history{
 		t: t, rng: rng, policy: policy, now: epoch,
 		machine: NewMachine(policy, epoch, 0), model: newModel(policy, epoch),
-		asked: map[WaiterID]string{}, open: map[WaiterID]string{}, sets: map[int64]string{}, fed: map[string]int{},
+		asked: map[WaiterID]string{}, open: map[WaiterID]string{}, sets: map[int64]string{},
+		fed: map[string]int{},
 	}
 }
 

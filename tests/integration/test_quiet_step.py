@@ -22,8 +22,7 @@ from torchft.optim import OptimizerWrapper
 from .cluster import Cluster, Rank
 
 _PACKAGE = str(Path(torchft.__file__).parent)
-# With Gloo, and without the comparison of weights, which reads other parts of the state in each step. Models
-# that other tests left alive may add one or two.
+# With Gloo, and without the comparison of weights, which reads other parts of the state in each step.
 _MOST_FILES = 15
 
 
@@ -45,11 +44,11 @@ def loop_of(manager: Manager) -> Callable[[], None]:
 
 
 def test_a_quiet_step_runs_few_files() -> None:
-    calls: Counter[str] = Counter()
+    files: list[set[str]] = []  # of some steps
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(_PACKAGE):
-            calls[frame.f_code.co_filename.removeprefix(_PACKAGE)] += 1
+            files[-1].add(frame.f_code.co_filename.removeprefix(_PACKAGE))
 
     with Cluster(min_replicas=2) as cluster:
         together = threading.Barrier(2, timeout=60)
@@ -57,18 +56,21 @@ def test_a_quiet_step_runs_few_files() -> None:
         def loop(rank: Rank) -> None:
             manager = rank.start_manager(init_sync=False, compare_commits=0)
             step = loop_of(manager)
-            for number in range(13):
-                if number == 12:
+            for number in range(17):
+                if number >= 12:
                     together.wait()
-                    sys.setprofile(note if rank.group == 0 else None)
+                    if rank.group == 0:
+                        files.append(set())
+                        sys.setprofile(note)
                 step()
-            sys.setprofile(None)
-            assert manager.current_step() == 13
+                sys.setprofile(None)
+            assert manager.current_step() == 17
 
         for group in [cluster.start(loop, group)[0] for group in range(2)]:
             group.result(timeout=120)
-    assert len(calls) <= _MOST_FILES, calls
-    assert "/manager.py" in calls
+    fewest = min(files, key=len)  # if the peer is late, a wait looks at its connections
+    assert len(fewest) <= _MOST_FILES, sorted(fewest)
+    assert "/manager.py" in fewest
 
 
 def layout(manager: Manager) -> None:

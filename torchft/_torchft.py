@@ -277,7 +277,7 @@ class ManagerClient(_Native):
         )
         go = self._go
         timeout_us = _micros("timeout", timeout)
-        result = go.run(go.pyapi_ManagerRoundStart, self._handle, request._to_json(), True, timeout_us)
+        result = go.run(go.pyapi_ManagerRoundStart, self._handle, request._to_json(), timeout_us)
         return QuorumResult(**json.loads(result))
 
     # `_quorum` in three calls, for a caller that requests a quorum at each step and needs no thread for it.
@@ -295,42 +295,19 @@ class ManagerClient(_Native):
         stands, self._stands = self._stands == request.step, -1
         return stands and last is not None and self._asked == request and last.quorum_id != self._failed
 
-    def _begin_round(self, request: QuorumRequest, timeout: timedelta, last: QuorumResult | None) -> object:
+    def _begin_round(self, request: QuorumRequest, timeout: timedelta) -> object:
         """Does the same as :meth:`_quorum`, without waiting. Pass the returned handle to :meth:`_end_round`,
-        once.
-
-        Args:
-            request: the rank's request.
-            timeout: limit for the whole wait.
-            last: the last result, None if there is none to compare with.
+        once. `timeout`: limit for the whole wait.
         """
         go = self._go
         timeout_us = _micros("timeout", timeout)
         self._asked = request
-        op = go.pyapi_ManagerRoundStart(self._handle, request._to_json(), last is None, timeout_us)
-        return _Operation(go, op)
+        return _Operation(go, go.pyapi_ManagerRoundStart(self._handle, request._to_json(), timeout_us))
 
-    def _end_round(self, begun: object, last: QuorumResult | None) -> QuorumResult:
-        """Waits for a round's result. Returns ``last`` itself, with the new step, if nothing else differs."""
+    def _end_round(self, begun: object) -> QuorumResult:
+        """Waits for a round's result."""
         assert isinstance(begun, _Operation)
-        result: Any = begun.wait()
-        if last is not None and isinstance(result, int):
-            last.max_step = result
-            return last
-        return QuorumResult(**json.loads(result))
-
-    def _wait_change(self, timeout: timedelta) -> bool:
-        """Waits for a round whose result differs from the previous one in more than the step, or demands a
-        heal.
-
-        Returns:
-            False on a timeout.
-
-        Raises:
-            RuntimeError: the client is shut down.
-        """
-        go = self._go
-        return go.run(go.pyapi_ManagerChangeStart, self._handle, _micros("timeout", timeout))
+        return QuorumResult(**json.loads(begun.wait()))
 
     def _wait_notice(self, timeout: timedelta) -> tuple[str, MemberFailure] | None:
         """Waits for the lighthouse's next notice.

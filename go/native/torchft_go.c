@@ -611,29 +611,6 @@ PyObject * _wrap__torchft_go_pyapi_LighthouseStart(PyObject * PYBINDGEN_UNUSED(d
 
 
 PyObject *
-_wrap__torchft_go_pyapi_ManagerChangeStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
-{
-    if (tft_forked()) return tft_raise_forked();
-    PyObject *py_retval;
-    int64_t retval;
-    int64_t handle;
-    int64_t timeoutUs;
-    const char *keywords[] = {"handle", "timeoutUs", NULL};
-
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LL", (char **) keywords, &handle, &timeoutUs)) {
-        return NULL;
-    }
-    retval = pyapi_ManagerChangeStart(handle, timeoutUs);
-    if (PyErr_Occurred()) {
-        return NULL;
-    }
-    py_retval = Py_BuildValue((char *) "L", retval);
-    return py_retval;
-}
-PyObject * _wrap__torchft_go_pyapi_ManagerChangeStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs);
-
-
-PyObject *
 _wrap__torchft_go_pyapi_ManagerCheckpointMetadataStart(PyObject * PYBINDGEN_UNUSED(dummy), PyObject *args, PyObject *kwargs)
 {
     if (tft_forked()) return tft_raise_forked();
@@ -758,16 +735,13 @@ _wrap__torchft_go_pyapi_ManagerRoundStart(PyObject * PYBINDGEN_UNUSED(dummy), Py
     int64_t retval;
     int64_t handle;
     char *request;
-    bool first;
-    PyObject *py_first;
     int64_t timeoutUs;
-    const char *keywords[] = {"handle", "request", "first", "timeoutUs", NULL};
+    const char *keywords[] = {"handle", "request", "timeoutUs", NULL};
 
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LsOL", (char **) keywords, &handle, &request, &py_first, &timeoutUs)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, (char *) "LsL", (char **) keywords, &handle, &request, &timeoutUs)) {
         return NULL;
     }
-    first = (bool) PyObject_IsTrue(py_first);
-    retval = pyapi_ManagerRoundStart(handle, request, first, timeoutUs);
+    retval = pyapi_ManagerRoundStart(handle, request, timeoutUs);
     if (PyErr_Occurred()) {
         return NULL;
     }
@@ -1044,13 +1018,12 @@ static PyMethodDef _torchft_go_functions[] = {
     {(char *) "pyapi_LighthouseHeartbeatStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseHeartbeatStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseHeartbeatStart(handle, replicaID, timeoutUs)\n\ntype: handle: int64_t\ntype: replicaID: char *\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_LighthouseQuorumStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseQuorumStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseQuorumStart(handle, member, timeoutUs)\n\ntype: handle: int64_t\ntype: member: char *\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_LighthouseStart", (PyCFunction) _wrap__torchft_go_pyapi_LighthouseStart, METH_KEYWORDS|METH_VARARGS, "pyapi_LighthouseStart(arguments, hostname, alone)\n\ntype: arguments: char *\ntype: hostname: char *\ntype: alone: bool" },
-    {(char *) "pyapi_ManagerChangeStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerChangeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerChangeStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerCheckpointMetadataStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerCheckpointMetadataStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs)\n\ntype: handle: int64_t\ntype: groupRank: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerClientStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerClientStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerClientStart(addr, connectTimeoutUs, security)\n\ntype: addr: char *\ntype: connectTimeoutUs: int64_t\ntype: security: char *" },
     {(char *) "pyapi_ManagerLeaveStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerLeaveStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerLeaveStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerNoticeStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerNoticeStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerNoticeStart(handle, timeoutUs)\n\ntype: handle: int64_t\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerReport", (PyCFunction) _wrap__torchft_go_pyapi_ManagerReport, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerReport(handle, report)\n\ntype: handle: int64_t\ntype: report: char *" },
-    {(char *) "pyapi_ManagerRoundStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerRoundStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerRoundStart(handle, request, first, timeoutUs)\n\ntype: handle: int64_t\ntype: request: char *\ntype: first: bool\ntype: timeoutUs: int64_t" },
+    {(char *) "pyapi_ManagerRoundStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerRoundStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerRoundStart(handle, request, timeoutUs)\n\ntype: handle: int64_t\ntype: request: char *\ntype: timeoutUs: int64_t" },
     {(char *) "pyapi_ManagerServerFinish", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerFinish, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerFinish(handle, step)\n\ntype: handle: int64_t\ntype: step: int64_t" },
     {(char *) "pyapi_ManagerServerStart", (PyCFunction) _wrap__torchft_go_pyapi_ManagerServerStart, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr, worldSize, heartbeatIntervalUs, connectTimeoutUs, quorumRetries, security)\n\ntype: replicaID: char *\ntype: lighthouseAddr: char *\ntype: hostname: char *\ntype: bind: char *\ntype: storeAddr: char *\ntype: worldSize: int64_t\ntype: heartbeatIntervalUs: int64_t\ntype: connectTimeoutUs: int64_t\ntype: quorumRetries: int64_t\ntype: security: char *" },
     {(char *) "pyapi_ManagerTrace", (PyCFunction) _wrap__torchft_go_pyapi_ManagerTrace, METH_KEYWORDS|METH_VARARGS, "pyapi_ManagerTrace(handle, traceparent)\n\ntype: handle: int64_t\ntype: traceparent: char *" },

@@ -368,18 +368,6 @@ func pyapi_LighthouseStart(arguments *C.char, hostname *C.char, alone C.char) C.
 	return C.longlong(cret)
 }
 
-//export pyapi_ManagerChangeStart
-func pyapi_ManagerChangeStart(handle C.longlong, timeoutUs C.longlong) C.longlong {
-	cret, __err := pyapi.ManagerChangeStart(int64(handle), int64(timeoutUs))
-	if __err != nil {
-		estr := C.CString(__err.Error())
-		C.tft_raise(estr)
-		C.free(unsafe.Pointer(estr))
-		return C.longlong(0)
-	}
-	return C.longlong(cret)
-}
-
 //export pyapi_ManagerCheckpointMetadataStart
 func pyapi_ManagerCheckpointMetadataStart(handle C.longlong, groupRank C.longlong, timeoutUs C.longlong) C.longlong {
 	cret, __err := pyapi.ManagerCheckpointMetadataStart(int64(handle), int64(groupRank), int64(timeoutUs))
@@ -441,8 +429,8 @@ func pyapi_ManagerReport(handle C.longlong, report *C.char) C.char {
 }
 
 //export pyapi_ManagerRoundStart
-func pyapi_ManagerRoundStart(handle C.longlong, request *C.char, first C.char, timeoutUs C.longlong) C.longlong {
-	cret, __err := pyapi.ManagerRoundStart(int64(handle), C.GoString(request), boolPyToGo(first), int64(timeoutUs))
+func pyapi_ManagerRoundStart(handle C.longlong, request *C.char, timeoutUs C.longlong) C.longlong {
+	cret, __err := pyapi.ManagerRoundStart(int64(handle), C.GoString(request), int64(timeoutUs))
 	if __err != nil {
 		estr := C.CString(__err.Error())
 		C.tft_raise(estr)

@@ -14,10 +14,8 @@ import (
 )
 
 // ManagerRoundStart waits for the group and for the lighthouse. request is the JSON of a
-// torchftpb.ManagerQuorumRequest. The result is the JSON of the response or, if only the step differs from
-// the last round and this group takes part in no heal, the number max_step. first: the caller has no earlier
-// result, and so needs the whole result. Every result in JSON also ends a wait of ManagerChangeStart.
-func ManagerRoundStart(handle int64, request string, first bool, timeoutUs int64) (op int64, err error) {
+// torchftpb.ManagerQuorumRequest, the result that of the response.
+func ManagerRoundStart(handle int64, request string, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	req := &torchftpb.ManagerQuorumRequest{}
 	if err := protojson.Unmarshal([]byte(request), req); err != nil {
@@ -28,26 +26,7 @@ func ManagerRoundStart(handle int64, request string, first bool, timeoutUs int64
 		if err != nil {
 			return nil, ops.CallFailed(err)
 		}
-		if !c.Changed(result) && !first {
-			return result.GetMaxStep(), nil
-		}
-		c.Notify()
 		return toJSON(result) // with protojson, Python would get its numbers as texts
-	})
-}
-
-// ManagerChangeStart waits for a round whose result is JSON, not a number (ManagerRoundStart).
-// ManagerChangeStart's own result is true, or false if there was no such round within the timeout.
-func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
-	return start(handle, micros(timeoutUs), func(ctx context.Context, c *rankclient.Client) (any, error) {
-		select {
-		case <-c.Change:
-			return true, nil
-		case <-c.Closed():
-			return nil, errors.New("the client is closed")
-		case <-ctx.Done():
-			return false, nil
-		}
 	})
 }
 

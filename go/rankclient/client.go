@@ -4,13 +4,11 @@ package rankclient
 
 import (
 	"context"
-	"sync"
 	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/proto"
 
 	"github.com/torchft/torchft/go/internal/local"
 	"github.com/torchft/torchft/go/internal/rpc"
@@ -23,20 +21,15 @@ type Client struct {
 	peer string
 	local.Calls
 
-	// Change contains a value while a changed quorum has not been read (Notify).
-	Change chan struct{}
 	// Trace is the trace context of the step, from its quorum on; nil unless the rank traces.
 	Trace atomic.Pointer[string]
 
 	closed context.Context
 	end    context.CancelFunc
-
-	mu   sync.Mutex
-	last *torchftpb.ManagerQuorumResponse // of the last round
 }
 
 func newClient(peer string, calls local.Calls) *Client {
-	c := &Client{peer: peer, Calls: calls, Change: make(chan struct{}, 1)}
+	c := &Client{peer: peer, Calls: calls}
 	c.closed, c.end = context.WithCancel(context.Background())
 	return c
 }
@@ -95,7 +88,7 @@ func call[Q, A any](
 	return answer, rpc.Wrap(name, c.peer, err)
 }
 
-// Close ends the connection, with every call and every wait for Change.
+// Close ends the connection, with every call.
 func (c *Client) Close() error {
 	c.end()
 	return c.Calls.Close()
@@ -103,29 +96,6 @@ func (c *Client) Close() error {
 
 // Closed returns a channel that is closed by Close.
 func (c *Client) Closed() <-chan struct{} { return c.closed.Done() }
-
-// Notify puts a value into Change, unless there is one.
-func (c *Client) Notify() {
-	select {
-	case c.Change <- struct{}{}:
-	default:
-	}
-}
-
-// Changed records a round's result, and reports whether it differs from the previous one in more than the
-// step, or the group takes part in a heal.
-func (c *Client) Changed(r *torchftpb.ManagerQuorumResponse) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	before := proto.CloneOf(c.last)
-	c.last = r
-	if before == nil || r.GetHeal() || len(r.GetRecoverDstReplicaRanks()) > 0 ||
-		len(r.GetHelpDstReplicaRanks()) > 0 {
-		return true
-	}
-	before.MaxStep = r.GetMaxStep()
-	return !proto.Equal(before, r)
-}
 
 // traceparent returns the trace context of the step; empty if it is not traced.
 func (c *Client) traceparent() string {

@@ -47,9 +47,9 @@ def test_a_standby_takes_the_place_of_a_failed_group_and_the_next_one_ends_with_
     timeouts: list[timedelta] = []
     begin_round = ManagerClient._begin_round
 
-    def counted(client: ManagerClient, request: Any, timeout: timedelta, last: Any) -> object:
+    def counted(client: ManagerClient, request: Any, timeout: timedelta) -> object:
         timeouts.append(timeout)
-        return begin_round(client, request, timeout, last)
+        return begin_round(client, request, timeout)
 
     monkeypatch.setattr(ManagerClient, "_begin_round", counted)
     with Cluster(max_replicas=2) as cluster:

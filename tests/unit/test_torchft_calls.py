@@ -81,15 +81,15 @@ def test_a_client_that_was_shut_down_takes_no_calls(client: ManagerClient) -> No
 
 
 def begin(client: ManagerClient, timeout: timedelta = SOON) -> Any:
-    return client._begin_round(QuorumRequest(0, 0, "", False, 0), timeout, None)
+    return client._begin_round(QuorumRequest(0, 0, "", False, 0), timeout)
 
 
 def test_the_result_of_a_round_is_returned_once(client: ManagerClient) -> None:
     begun = begin(client, timedelta(milliseconds=10))
     with pytest.raises(TimeoutError):
-        client._end_round(begun, None)
+        client._end_round(begun)
     with pytest.raises(RuntimeError, match="no such operation"):
-        client._end_round(begun, None)
+        client._end_round(begun)
 
 
 def test_a_round_that_nobody_waits_for_is_dropped(client: ManagerClient) -> None:

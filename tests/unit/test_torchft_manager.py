@@ -299,14 +299,14 @@ def test_an_invalid_request_is_refused(
 def test_the_core_refuses_a_field_that_it_does_not_know(groups: Callable[..., Groups]) -> None:
     client = groups(1).client(0)
     with pytest.raises(ValueError, match='unknown field "unheard_of"'):
-        client._go.pyapi_ManagerRoundStart(client._handle, '{"unheard_of": 1}', True, 1)
+        client._go.pyapi_ManagerRoundStart(client._handle, '{"unheard_of": 1}', 1)
 
 
 def test_each_round_has_the_fields_of_its_request(groups: Callable[..., Groups]) -> None:
     client = groups(1).client(0)
     for step, committed in ((0, -1), (1, 3), (2, 3), (3, 3), (4, 5)):
         request = QuorumRequest(0, step, "", False, 0, committed_quorum_id=committed)
-        result = client._end_round(client._begin_round(request, SOON, None), None)
+        result = client._end_round(client._begin_round(request, SOON))
         assert (result.max_step, result.committed_quorum_id) == (step, committed)
 
 

@@ -52,14 +52,14 @@ class Cluster:
                 timeout=timeout,
                 commit_failures=0,
             ),
-            "ManagerClient._begin_round": lambda: self.client._end_round(self.begin_round(timeout), None),
+            "ManagerClient._begin_round": lambda: self.client._end_round(self.begin_round(timeout)),
             "ManagerClient.should_commit": lambda: self.client.should_commit(0, 0, True, timeout),
             "ManagerClient": lambda: ManagerClient(self.silent, timeout),
             "ManagerServer": lambda: manager_server(self.silent, timeout),
         }
 
     def begin_round(self, timeout: timedelta) -> object:
-        return self.client._begin_round(QuorumRequest(0, 0, "", False, 0), timeout, None)
+        return self.client._begin_round(QuorumRequest(0, 0, "", False, 0), timeout)
 
 
 WAITS = [

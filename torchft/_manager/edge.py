@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, NamedTuple, Optional
@@ -166,13 +167,17 @@ class _NativeServer(GroupServer):
 
     def ask(self, request: QuorumRequest, timeout: timedelta) -> Callable[[], QuorumResult]:
         last, self._last = self._last, None
-        begun = self.client._begin_round(request, timeout, last)  # now, not when it is waited for
+        begun = self.client._begin_round(request, timeout)  # now, not when it is waited for
 
         def wait() -> QuorumResult:
             nonlocal begun
             while True:
                 try:
-                    self._last = result = self.client._end_round(begun, last)
+                    result = self.client._end_round(begun)
+                    if last is not None and _repeats(result, last):
+                        last.max_step = result.max_step
+                        result = last
+                    self._last = result
                     return result
                 except (TimeoutError, RuntimeError) as e:
                     why = refusal(e)
@@ -185,7 +190,7 @@ class _NativeServer(GroupServer):
                         raise SystemExit(0) from None
                     if why != "held":
                         raise
-                begun = self.client._begin_round(request, timeout, last)
+                begun = self.client._begin_round(request, timeout)
 
         return wait
 
@@ -235,6 +240,12 @@ def as_server(client: Any, group_rank: int) -> GroupServer:
     then receives no notices of failures.
     """
     return (_NativeServer if type(client) is _torchft.ManagerClient else GroupServer)(client, group_rank)
+
+
+def _repeats(result: QuorumResult, last: QuorumResult) -> bool:
+    """Whether a result differs from the last one in the step only. One with a heal is followed each time."""
+    heals = result.heal or result.recover_dst_replica_ranks or result.help_dst_replica_ranks
+    return not heals and replace(last, max_step=result.max_step) == result
 
 
 def _whole(result: Any) -> QuorumResult:

@@ -40,26 +40,21 @@ class FakeClient:
     """Ends rounds when the test triggers it."""
 
     def __init__(self) -> None:
-        self.results: queue.SimpleQueue[QuorumResult | BaseException | None] = queue.SimpleQueue()
-        self.first: list[bool] = []
+        self.results: queue.SimpleQueue[QuorumResult | BaseException] = queue.SimpleQueue()
+        self.asked = 0
         self.stands = False
 
-    def _begin_round(
-        self, request: QuorumRequest, timeout: timedelta, last: Optional[QuorumResult]
-    ) -> object:
-        self.first.append(last is None)
+    def _begin_round(self, request: QuorumRequest, timeout: timedelta) -> object:
+        self.asked += 1
         return object()
 
     def _stands_for(self, request: QuorumRequest, last: Optional[QuorumResult]) -> bool:
         return self.stands
 
-    def _end_round(self, begun: object, last: Optional[QuorumResult]) -> QuorumResult:
+    def _end_round(self, begun: object) -> QuorumResult:
         result = self.results.get(timeout=20)
         if isinstance(result, BaseException):
             raise result
-        if result is None:
-            assert last is not None
-            return last
         return result
 
 
@@ -124,15 +119,31 @@ def test_a_result_is_followed_without_anyone_asking(rank: Rank) -> None:
     assert len(followed.by) == 1
 
 
-def test_the_same_result_again_is_the_same_object(rank: Rank) -> None:
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"max_step": 1}, True),
+        ({"max_step": 1, "quorum_id": 2}, False),
+        ({"max_step": 1, "recover_dst_replica_ranks": [1]}, False),
+    ],
+)
+def test_the_same_result_again_is_the_same_object(rank: Rank, changes: dict[str, Any], same: bool) -> None:
     result = rank.first_round()
     followed = Followed()
     begun = rank.begin(followed, step=1)
-    rank.client.results.put(None)
+    rank.client.results.put(again := replace(result, **changes))
     begun.result()
     begun.result()
-    assert followed.by == [(result, "torchft_quorum")] and followed.by[0][0] is result
-    assert rank.client.first == [True, False]
+    assert followed.by == [(again, "torchft_quorum")] and (followed.by[0][0] is result) is same
+
+
+def test_a_heal_is_a_change_each_time(rank: Rank) -> None:
+    for _ in range(2):
+        followed = Followed()
+        begun = rank.begin(followed)
+        rank.client.results.put(result := QuorumResult(quorum_id=1, heal=True))
+        begun.result()
+        assert followed.by[0][0] is result
 
 
 def test_a_quorum_that_stands_is_followed_at_once(rank: Rank) -> None:
@@ -145,7 +156,7 @@ def test_a_quorum_that_stands_is_followed_at_once(rank: Rank) -> None:
         begun.result()
         begun.result()
         assert followed.by == [(result, threading.current_thread().name)]
-    assert rank.client.first == [True]
+    assert rank.client.asked == 1
 
 
 def test_an_error_while_a_standing_quorum_is_followed_reaches_the_caller(rank: Rank) -> None:
@@ -166,7 +177,7 @@ def test_many_may_wait_for_a_round(rank: Rank) -> None:
     waiting = [threading.Thread(target=begun.result) for _ in range(4)]
     for thread in waiting:
         thread.start()
-    rank.client.results.put(None)
+    rank.client.results.put(QuorumResult(quorum_id=1))
     for thread in waiting:
         thread.join(20)
         assert not thread.is_alive()
@@ -202,7 +213,7 @@ def test_a_standby_asks_until_it_is_needed(rank: Rank) -> None:
     for _ in range(3):
         rank.client.results.put(refused("held", TimeoutError("max_replicas is 2")))
     rank.client.results.put(QuorumResult(quorum_id=1))
-    assert begun.answer().quorum_id == 1 and len(rank.client.first) == 4
+    assert begun.answer().quorum_id == 1 and rank.client.asked == 4
 
 
 def test_the_text_of_an_error_says_nothing(rank: Rank) -> None:
@@ -214,15 +225,18 @@ def test_the_text_of_an_error_says_nothing(rank: Rank) -> None:
 
 @pytest.mark.parametrize("error", [TimeoutError("no quorum"), RuntimeError("lighthouse")])
 def test_an_error_reaches_all_callers_and_the_next_round_starts_afresh(rank: Rank, error: Exception) -> None:
-    rank.first_round()
+    result = rank.first_round()
     begun = rank.begin(Followed())
     rank.client.results.put(error)
     for _ in range(2):
         with pytest.raises(type(error), match=str(error)):
             begun.result()
     begun.wait()  # does not raise
-    rank.begin(Followed())
-    assert rank.client.first[-1], "the result of the failed round is not known"
+    followed = Followed()
+    again = rank.begin(followed)
+    rank.client.results.put(QuorumResult(quorum_id=1))
+    again.result()
+    assert followed.by[0][0] is not result, "the round before has failed"
 
 
 def test_an_error_while_following_reaches_the_caller(rank: Rank) -> None:

@@ -496,6 +496,37 @@ def test_a_receive_into_host_memory_that_does_not_end_has_a_deadline(
         assert isinstance(sent.exception(60), CheckpointError)
 
 
+@pytest.mark.slow
+def test_a_device_that_stops_after_a_receive_into_host_memory_has_a_deadline(
+    late: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was received is not copied to the host by a call that waits for the device without a limit."""
+    wait = pg_transport._Channel._wait
+
+    def stop(self: Any, ahead: int) -> None:
+        wait(self, ahead)
+        if ahead == 0 and not self.of_progress:  # the target's channel
+            late.hold()
+
+    monkeypatch.setattr(pg_transport._Channel, "_wait", stop)
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        source, target = process_group(stack, on_device=True)
+
+        def receive() -> Any:
+            torch.accelerator.set_device_index(1)
+            return target.recv_checkpoint(0, "", 3, timedelta(seconds=3))
+
+        got = pool.submit(receive)
+        sent = pool.submit(source.send_checkpoint, [1], 3, {"w": torch.ones(5, device="late:0")}, TIMEOUT)
+        try:
+            with pytest.raises(CheckpointTimeout, match="timed out after 3 seconds: the device has not"):
+                got.result(60)
+        finally:
+            late.release()
+            source._pg.abort()  # type: ignore[attr-defined]
+        assert isinstance(sent.exception(60), CheckpointError)
+
+
 class Counted(Deadline):
     """Counts what has moved it."""
 

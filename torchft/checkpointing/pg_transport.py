@@ -23,6 +23,7 @@ from torchft.checkpointing.client.target import CPU, TargetState
 from torchft.checkpointing.codec.handshake import Structure, parse_structure, read_frame
 from torchft.checkpointing.codec.stream import storage_bytes, tensor_memory
 from torchft.checkpointing.memory.host import HostMemory, flat_storage
+from torchft.checkpointing.memory.staging import copies_for, page_locked
 from torchft.checkpointing.source.checkpoint import Checkpoint
 from torchft.checkpointing.transport import (
     CheckpointError,
@@ -278,9 +279,13 @@ class _Channel:
         for piece in flat.split(self._piece) if flat.numel() else ():
             here = piece if self._is_here(flat) else self._staged(piece.numel())
             self._recv(here)
+            if here is not piece and piece.is_cpu and copies_for(self.device.type) is not None:
+                # Through page-locked memory, since another copy waits for the device without a deadline.
+                staged, here = here, page_locked(piece.numel())
+                here.copy_(staged, non_blocking=True)
             self._mark(piece.numel())
             if here is not piece:
-                self._wait(ahead=0)  # the copy to the host waits for the device without a deadline
+                self._wait(ahead=0)
                 piece.copy_(here)
         if self._left:
             self._left.popleft()

@@ -1,8 +1,8 @@
 """The base of all groups: PyTorch's interface, and the methods that make a group fault tolerant.
 
 The peers of a PyTorch group never change. A group of torchft gets new peers for every quorum, through
-`configure` (a store to meet at) or `reconfigure` (the handles of all peers); see `reconfigure.py`. A subclass
-needs only `configure`, because `reconfigure` of this class calls it.
+`configure` (a store to meet at) or `reconfigure` (the handles of all peers); see `reconfigure.py`.
+`reconfigure` of this class calls `configure`, which a subclass may override, and that calls `_connect_with`.
 """
 
 # Parameters have the names and the order of the published torchft, not PyTorch's.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import uuid
 from datetime import timedelta
-from typing import Any, ClassVar, Iterable, List, Optional
+from typing import Any, ClassVar, Iterable, List, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,19 @@ _NO_OPTIONS: Any = object()
 Tensors = List[torch.Tensor]
 
 
+class NewPeers(NamedTuple):
+    """The arguments of `ProcessGroup.configure`."""
+
+    store_addr: str
+    replica_id: str
+    rank: int
+    world_size: int
+    quorum_id: Optional[int]
+    group_rank: Optional[int]
+    group_world_size: Optional[int]
+    global_ranks: Optional[list[int]]
+
+
 class ProcessGroup(BaseProcessGroup):
     """A process group whose peers can change.
 
@@ -64,6 +77,7 @@ class ProcessGroup(BaseProcessGroup):
     _handle_id: Optional[str] = None
     _handle_store: Optional[tuple[TCPStore, str]] = None
     _layout: Optional[tuple[str, str]] = None  # digest and text
+    _handed: Optional[ReconfigureOptions] = None  # of a `reconfigure` in progress, for `configure`
     _reduces_sparse = True  # whether allreduce takes sparse tensors
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -97,6 +111,12 @@ class ProcessGroup(BaseProcessGroup):
             group_world_size: number of processes in a replica group.
             global_ranks: ranks of the peers in the whole job, in the order of their ranks here.
         """
+        options, self._handed = self._handed, None
+        arguments = (quorum_id, group_rank, group_world_size, global_ranks)
+        self._connect_with(NewPeers(store_addr, replica_id, rank, world_size, *arguments), options)
+
+    def _connect_with(self, peers: NewPeers, options: Optional[ReconfigureOptions]) -> None:
+        """Does what `configure` describes. `options`: those of `reconfigure`, if it was called."""
         raise NotImplementedError(f"{type(self).__name__}.configure")
 
     def set_rank_info(
@@ -155,16 +175,17 @@ class ProcessGroup(BaseProcessGroup):
                 another implementation of NCCL.
         """
         meeting = plan_rendezvous(opts.handles, self.get_reconfigure_handle(), self._group_rank)
-        self.configure(
+        peers = NewPeers(
             meeting.address(opts.uuid),
             self._replica_id,
             meeting.rank,
             meeting.world_size,
-            quorum_id=opts.uuid,
-            group_rank=self._group_rank,
-            group_world_size=self._group_world_size,
-            global_ranks=meeting.global_ranks,
+            opts.uuid,
+            self._group_rank,
+            self._group_world_size,
+            meeting.global_ranks,
         )
+        configure_group(self, peers, opts)
         return _DummyWork(None)
 
     # State
@@ -354,6 +375,15 @@ class ProcessGroup(BaseProcessGroup):
     def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
         """Sends a tensor to `dst_rank`, which receives with the same tag."""
         return self._run("send", tensors, dst_rank, tag)
+
+
+def configure_group(pg: ProcessGroup, peers: NewPeers, options: Optional[ReconfigureOptions]) -> None:
+    """Calls `configure`, which a subclass may override, and passes the options to `_connect_with`."""
+    pg._handed = options
+    try:
+        pg.configure(**peers._asdict())
+    finally:
+        pg._handed = None
 
 
 def add_operations(group: type[ProcessGroup], names: Iterable[str]) -> None:

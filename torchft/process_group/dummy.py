@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 from torch.distributed import Work
 
-from torchft.process_group.base import ProcessGroup
+from torchft.process_group.base import NewPeers, ProcessGroup
 from torchft.process_group.reconfigure import ReconfigureOptions
 from torchft.work import _DummyWork
 
@@ -29,17 +29,7 @@ class ProcessGroupDummy(ProcessGroup):
         self.configure_count = 0
         self.reconfigure_count = 0
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: Optional[int] = None,
-        group_rank: Optional[int] = None,
-        group_world_size: Optional[int] = None,
-        global_ranks: Optional[list[int]] = None,
-    ) -> None:
+    def _connect_with(self, peers: NewPeers, options: Optional[ReconfigureOptions]) -> None:
         """Counts in `configure_count`; rank and size stay those of the constructor."""
         self.configure_count += 1
 

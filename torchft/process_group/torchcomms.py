@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, ReduceOp, Work
 from torchft._checks import check_positive
 from torchft._forked import Maker
 from torchft.futures import context_timeout, stream_timeout
-from torchft.process_group.base import ProcessGroup
+from torchft.process_group.base import NewPeers, ProcessGroup
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.reconfigure import (
     ReconfigureOptions,
@@ -106,20 +106,11 @@ class ProcessGroupTorchComms(ProcessGroup):
             self._connected = True
         return _DummyWork(None)
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: Optional[int] = None,
-        group_rank: Optional[int] = None,
-        group_world_size: Optional[int] = None,
-        global_ranks: Optional[list[int]] = None,
-    ) -> None:
+    def _connect_with(self, peers: NewPeers, options: Optional[ReconfigureOptions]) -> None:
         """Exchanges handles with the peers over a store, and connects with them."""
+        rank, world_size = peers.rank, peers.world_size
         check_rank(rank, world_size)
-        store = create_store_client(store_addr, timeout=self._timeout)
+        store = create_store_client(peers.store_addr, timeout=self._timeout)
         where, handle = PrefixStore("torchcomms", store), self.get_reconfigure_handle()
         self.reconfigure(exchange_handles(where, handle, rank, world_size, self._timeout))
         # Only here: with `reconfigure`, the ranks have no common store to compare their calls in.

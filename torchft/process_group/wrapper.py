@@ -23,7 +23,7 @@ from torchft.process_group._errors import copied, named_timeout
 from torchft.process_group._forwarding import Forwarding
 from torchft.process_group._gloo.operations import Operations
 from torchft.process_group._gloo.reaper import reap
-from torchft.process_group.base import BaseProcessGroup, ProcessGroup
+from torchft.process_group.base import BaseProcessGroup, NewPeers, ProcessGroup, configure_group
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.native import abort_group, connections_of, errors_of, reconfigure_group
 from torchft.process_group.reconfigure import (
@@ -93,10 +93,8 @@ class ProcessGroupWrapper(Forwarding):
         self._attempt: Optional[ConnectionAttempt[_Connected]] = None  # the one that a thread waits for
         self._standby: Optional[ConnectionAttempt[_Connected]] = None
         self._standby_lock = threading.Lock()
-        self._handed: Optional[ReconfigureOptions] = None  # of a `reconfigure` in progress
         # The options by which the latest peers were to connect; None: by `configure`.
         self._options: Optional[ReconfigureOptions] = None
-        self._quorum_id: Optional[int] = None
         self._global_ranks: Optional[list[int]] = None
         self._store_addr = ""  # where the latest peers meet
 
@@ -126,47 +124,18 @@ class ProcessGroupWrapper(Forwarding):
 
     # Peers
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: Optional[int] = None,
-        group_rank: Optional[int] = None,
-        group_world_size: Optional[int] = None,
-        global_ranks: Optional[list[int]] = None,
-    ) -> None:
+    def _connect_with(self, peers: NewPeers, options: Optional[ReconfigureOptions]) -> None:
         self._reset()
-        self._options, self._handed = self._handed, None
-        self._quorum_id = quorum_id
-        self._global_ranks = global_ranks
-        if self._given:
-            if not isinstance(self._pg, ProcessGroup):
-                raise RuntimeError(
-                    f"{self.getBackendName()}: the native group behind it has no configure, only reconfigure"
-                )
-            inner = self._pg if isinstance(self._pg, ProcessGroupWrapper) else None
-            if inner is not None:
-                inner._handed = self._options
-            try:
-                self._pg.configure(
-                    store_addr,
-                    replica_id,
-                    rank,
-                    world_size,
-                    quorum_id=quorum_id,
-                    group_rank=group_rank,
-                    group_world_size=group_world_size,
-                    global_ranks=global_ranks,
-                )
-            finally:
-                if inner is not None:
-                    inner._handed = None
-            return
-
-        check_rank(rank, world_size)
-        self._replace(self._connecting_with(store_addr, rank, world_size))
+        if not self._given:
+            check_rank(peers.rank, peers.world_size)
+            self._options, self._global_ranks = options, peers.global_ranks
+            self._replace(self._connecting_with(peers.store_addr, peers.rank, peers.world_size))
+        elif isinstance(self._pg, ProcessGroup):
+            configure_group(self._pg, peers, options)
+        else:
+            raise RuntimeError(
+                f"{self.getBackendName()}: the native group behind it has no configure, only reconfigure"
+            )
 
     def _connecting_with(
         self, store_addr: str, rank: int, world_size: int, standby: bool = False
@@ -252,7 +221,7 @@ class ProcessGroupWrapper(Forwarding):
         if self._pg is None:
             self._reset()
         self._options = opts
-        self._quorum_id, self._global_ranks = opts.uuid, meeting.global_ranks
+        self._global_ranks = meeting.global_ranks
         attempt = self._connecting_with(
             meeting.address(opts.uuid), meeting.rank, meeting.world_size, standby=True
         )
@@ -336,11 +305,7 @@ class ProcessGroupWrapper(Forwarding):
                 reconfigure_group(self.parent, opts)
                 return _DummyWork(None)
             return self.parent.reconfigure(opts)
-        self._handed = opts
-        try:
-            return super().reconfigure(opts)
-        finally:
-            self._handed = None
+        return super().reconfigure(opts)
 
     def _reconfigures_itself(self) -> bool:
         """Whether the innermost group has its own `reconfigure`, so that `configure` is not needed."""

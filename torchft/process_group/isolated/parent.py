@@ -18,7 +18,13 @@ from torchft._checks import check_positive, switch
 from torchft._handoff import hand_off, prepare
 from torchft.process_group._errors import POINT_TO_POINT, copied
 from torchft.process_group._timeout import given_timeout
-from torchft.process_group.base import _NO_OPTIONS, BaseProcessGroup, ProcessGroup, add_operations
+from torchft.process_group.base import (
+    _NO_OPTIONS,
+    BaseProcessGroup,
+    NewPeers,
+    ProcessGroup,
+    add_operations,
+)
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.channel import Channel
@@ -89,7 +95,6 @@ class ProcessGroupBaby(ProcessGroup):
     ) -> None:
         super().__init__(0, 1)
         self._timeout = _as_timeout(timeout)
-        self._reconfigure_timeout: Optional[timedelta] = None
         self._worker: Optional[Channel] = None
         self._peers: Optional[tuple[int, int]] = None
         # Whether there was a worker before.
@@ -109,28 +114,20 @@ class ProcessGroupBaby(ProcessGroup):
 
     # Peers
 
-    def configure(
-        self,
-        store_addr: str,
-        replica_id: str,
-        rank: int,
-        world_size: int,
-        quorum_id: Optional[int] = None,
-        group_rank: Optional[int] = None,
-        group_world_size: Optional[int] = None,
-        global_ranks: Optional[list[int]] = None,
-    ) -> None:
+    def _connect_with(self, peers: NewPeers, options: Optional[ReconfigureOptions]) -> None:
+        rank, world_size = peers.rank, peers.world_size
         check_rank(rank, world_size)
         self._end(RuntimeError(f"{self._name} was given new peers"))
         self._aborted = self._shut_down = None
-        timeout = min(self._timeout, self._reconfigure_timeout or self._timeout).total_seconds()
+        given = options.timeout if options is not None else None
+        timeout = min(self._timeout, given or self._timeout).total_seconds()
         settings = {
-            "store_addr": store_addr,
+            "store_addr": peers.store_addr,
             "rank": rank,
             "world_size": world_size,
             "timeout": self._timeout.total_seconds(),
             "connect_timeout": timeout,
-            "global_ranks": global_ranks,
+            "global_ranks": peers.global_ranks,
             "device": current_device() or 0,
             "environment": dict(os.environ),
         }
@@ -160,8 +157,8 @@ class ProcessGroupBaby(ProcessGroup):
             self._end(RuntimeError(f"{self._name} has no peers until it is configured again"))
             raise
         if enabled():
-            store = PrefixStore("check", meeting_store(store_addr, world_size, timedelta(seconds=timeout)))
-            self._checker = Checker(self._name, store, rank, world_size, self._timeout)
+            store = meeting_store(peers.store_addr, world_size, timedelta(seconds=timeout))
+            self._checker = Checker(self._name, PrefixStore("check", store), rank, world_size, self._timeout)
         self._peers = rank, world_size
         self._warm = True
         if self._worker is not worker:  # an abort or a shutdown has ended the worker since it answered
@@ -187,13 +184,6 @@ class ProcessGroupBaby(ProcessGroup):
             started(self._workers.first)
             self._warm = True
         return super().get_reconfigure_handle()
-
-    def reconfigure(self, opts: ReconfigureOptions) -> Work:
-        self._reconfigure_timeout = opts.timeout
-        try:
-            return super().reconfigure(opts)
-        finally:
-            self._reconfigure_timeout = None
 
     # State
 

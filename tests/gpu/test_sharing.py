@@ -47,13 +47,15 @@ class Pair:
         assert connection.poll(seconds), "the worker does not answer"
         return connection.recv()
 
-    def _notify(self, note: Any, descriptor: Optional[int]) -> None:
+    def _notify(self, note: Any, descriptor: Optional[int], held: Optional[Registration]) -> None:
         if not self.process.is_alive():
             raise RuntimeError("the worker process has ended")
         # The worker opens the file by its name here: a connection does not carry descriptors.
         shares = self.values and descriptor is not None
         self.connection.send(("note", note, f"/proc/{os.getpid()}/fd/{descriptor}" if shares else None))
         self.imports = self._answer()  # type: ignore[assignment]
+        if held is not None:
+            held.release()
 
     def start(
         self, tensors: list[torch.Tensor], seconds: float = 0.0

@@ -27,7 +27,7 @@ import torch
 from torchft.futures import _TIMEOUT_MANAGER
 from torchft.process_group._errors import copied
 from torchft.process_group.isolated import protocol
-from torchft.process_group.isolated.devices import Devices, MakeSharing
+from torchft.process_group.isolated.devices import Devices
 from torchft.process_group.isolated.operation import (
     WorkerFailed,
     WorkerTimedOut,
@@ -35,6 +35,7 @@ from torchft.process_group.isolated.operation import (
     _OpMetadata,
     timed_out,
 )
+from torchft.process_group.isolated.sharing import Registration
 from torchft.utils import DeviceThread, poll, use_device
 
 # A worker whose operation has passed its timeout is pinged this often, and killed if it does not answer. A
@@ -60,32 +61,27 @@ class Channel:
 
     Args:
         name: name of the group, for errors.
-        sharings: makes the sharing of each device.
+        sharing: the module for each `tensor.device.type`, see `sharing`.
+        queues: whether the worker's backend may fail after its answer that an operation is queued.
 
     Attributes:
         theirs: the worker's end of the socket; the trainer closes it when the worker has its copy.
         devices: the memory and events that trainer and worker share.
         server: the fork server that was asked for the worker.
         broken: why the worker cannot be used any more; None if it can.
-        asks: whether the worker's backend may fail after the worker has answered that an operation is queued.
     """
 
     server: Any = None
-    asks = False
 
-    def __init__(self, name: str, sharings: MakeSharing) -> None:
+    def __init__(self, name: str, sharing: dict[str, str], queues: bool = False) -> None:
         self._name = name
+        self._queues = queues
         self._socket, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ready = select.poll()
         self._ready.register(self._socket, select.POLLIN)
         # The worker's process: readable when it has ended. Its first message carries this.
         self._process: Optional[int] = None
-        self.devices = Devices(
-            sharings,
-            lambda device, note, descriptor: self._send(
-                _UNRESPONSIVE_SEC, (protocol.NOTE, device, note), descriptor
-            ),
-        )
+        self.devices = Devices(sharing, self._note)
         # Guards the attributes below. Reentrant: a garbage collection may call `close` on its thread.
         self._lock = threading.RLock()
         # Held while a thread uses the socket, so that the reader does not close it in the meantime.
@@ -113,76 +109,70 @@ class Channel:
                 self._device = op.stream.device_index
             if self.devices.queued:
                 self.devices.release_reached()
-            marks = self.devices.marks(op)
-            self._number(op)
-            self._send(op.timeout_sec, (protocol.RUN, op.op_id, marks, op.call))
-            return
+            mark = None if op.sharing is None else op.sharing.mark()
+            try:
+                self._begin(op, protocol.RUN, op.device, mark, op.call)
+                return
+            except Exception:
+                if op.op_id != 0:  # the reader ends it, since it may have been sent
+                    raise
         op.release()
         raise self._error()
 
-    def ask(
-        self, kind: str, timeout: float, what: str, *rest: Any, meanwhile: Callable[[], None] = lambda: None
-    ) -> None:
-        """Sends a request without tensors and waits for its answer.
+    def ask(self, kind: str, timeout: float, what: str) -> None:
+        """Sends a request without tensors and waits for its answer; see `answered`."""
+        self.answered(self.request(kind, timeout), what)
 
-        Args:
-            timeout: in seconds.
-            what: the requested action, for the error.
-            rest: the rest of the request.
-            meanwhile: called after the request was sent.
+    def request(self, kind: str, timeout: float, *rest: Any) -> _OpMetadata:
+        """Sends a request without tensors; the operation ends with its answer. `timeout`: in seconds."""
+        op = _OpMetadata(timeout)
+        self._begin(op, kind, *rest)
+        return op
+
+    def answered(self, op: _OpMetadata, what: str) -> None:
+        """Waits for the answer of a request, which lets the worker do `what`.
 
         Raises:
             WorkerFailed: the worker ended before it answered.
             WorkerTimedOut: the worker did not answer in time.
             Exception: the worker's own error, or why the worker cannot be used.
         """
-        op = self.request(kind, timeout, *rest)
-        meanwhile()
-        if not op.wait(timeout):
+        if not op.wait(op.timeout_sec):
             raise WorkerTimedOut(
-                f"{self._name}: the worker timed out after {timeout:g} seconds: it did not {what}"
+                f"{self._name}: the worker timed out after {op.timeout_sec:g} seconds: it did not {what}"
             )
         if op.error is not None:
             raise copied(op.error)
 
-    def request(self, kind: str, timeout: float, *rest: Any) -> _OpMetadata:
-        """Sends a request without tensors; the operation ends with its answer."""
-        op = _OpMetadata(timeout)
-        self._number(op)
-        self._send(timeout, (kind, op.op_id, *rest))
-        return op
-
-    def _number(self, op: _OpMetadata) -> None:
+    def _begin(self, op: _OpMetadata, kind: str, *rest: Any, descriptor: Optional[int] = None) -> None:
+        """Sends the request of an operation, which is in flight from now on."""
         # In a forked child the lock may be held for ever by a thread of the parent.
         if self.broken is None:
             with self._lock:
                 if self.broken is None:
                     op.op_id = next(self._ids)
                     self._ops[op.op_id] = op
-                    return
-        op.release()
-        raise self._error()
+        if op.op_id == 0:
+            raise self._error()
+        self._send((kind, op.op_id, *rest), descriptor)
 
     def notify(self, kind: str, *rest: Any) -> None:
         """Sends a message that has no answer."""
-        self._send(_UNRESPONSIVE_SEC, (kind, *rest))
+        self._send((kind, *rest))
 
-    def _send(self, timeout: float, request: tuple[Any, ...], descriptor: Optional[int] = None) -> None:
-        """Sends a request. Waits for a worker that stalls, up to `timeout` seconds: others always read."""
+    def _note(self, device: int, note: Any, descriptor: Optional[int], held: Optional[Registration]) -> None:
+        """Sends a note, see `sharing.Notify`; the operation ends when the worker has read it."""
+        op = _OpMetadata(_UNRESPONSIVE_SEC)
+        op.registrations = [] if held is None else [held]
+        self._begin(op, protocol.NOTE, device, note, descriptor=descriptor)
+
+    def _send(self, request: tuple[Any, ...], descriptor: Optional[int] = None) -> None:
+        """Sends a request. Waits for a worker that stalls, until the reader ends it: others always read."""
         if self.broken is None:
             try:
                 with self._send_lock:
-                    protocol.send(
-                        self._socket,
-                        request,
-                        () if descriptor is None else (descriptor,),
-                        max(timeout, _UNRESPONSIVE_SEC),
-                    )
+                    protocol.send(self._socket, request, () if descriptor is None else (descriptor,))
                 return
-            except TimeoutError:
-                self.close(
-                    RuntimeError(f"{self._name}: timed out: the worker does not take any more operations")
-                )
             except OSError:
                 self._fails_soon()
                 self.close(self._worker_failed())
@@ -228,7 +218,7 @@ class Channel:
             (self._process,) = descriptors
         return answer
 
-    def _handle(self, number: int, marks: Any, error: Any) -> None:
+    def _handle(self, number: int, mark: Any, error: Any) -> None:
         if number == 0:
             self._pinged_at = None
             if error is not None:
@@ -239,8 +229,8 @@ class Channel:
             if error is not None:
                 op.error = protocol.decode_error(error)
             else:
-                op.marks = marks
-                for _, registration in op.registrations:
+                op.mark = mark
+                for registration in op.registrations:
                     registration.fetch()
         except Exception as e:
             op.error = e
@@ -248,7 +238,7 @@ class Channel:
 
     def _end(self, op: _OpMetadata) -> None:
         try:
-            if op.marks:
+            if op.mark is not None:
                 self.devices.hold(op)
             else:
                 op.release()
@@ -272,8 +262,11 @@ class Channel:
             self._pinged_at = None
         elif self._pinged_at is None:
             self._pinged_at = now
-            with contextlib.suppress(OSError), self._send_lock:  # if it has ended, the next answer says so
-                protocol.send(self._socket, (protocol.PING,), timeout=_UNRESPONSIVE_SEC)
+            # If another thread waits to send, or the socket is full, the worker has not read for long.
+            if self._send_lock.acquire(blocking=False):
+                with contextlib.suppress(OSError):  # if it has ended, the next answer says so
+                    protocol.send(self._socket, (protocol.PING,), flags=socket.MSG_DONTWAIT)
+                self._send_lock.release()
         elif now >= self._pinged_at + _UNRESPONSIVE_SEC:
             self.close(RuntimeError(f"{self._name}: the worker does not respond; it is ended"))
 
@@ -307,7 +300,7 @@ class Channel:
         if seconds is None:
             # NCCL knows the group's timeout only.
             seconds, began = op.timeout_sec, op.started
-        if self._shared(self.devices.follow, op):
+        if self._shared(op.follow):
             if op.timer is None and not self._reached(op):
                 op.timer = _TIMEOUT_MANAGER.schedule(
                     timedelta(seconds=seconds), partial(self._expire, op, seconds)
@@ -326,14 +319,14 @@ class Channel:
             raise self._error()
 
     def _reached(self, op: _OpMetadata) -> bool:
-        return self._shared(self.devices.reached, op)
+        return self._shared(op.reached)
 
-    def _shared(self, uses: Callable[[_OpMetadata], bool], op: _OpMetadata) -> bool:
+    def _shared(self, uses: Callable[[], bool]) -> bool:
         """Uses what the worker shares. If the worker has ended, that may be gone before its end is noticed,
         so an error first waits for that, :data:`_LAST_WORDS_SEC` at most.
         """
         try:
-            return uses(op)
+            return uses()
         except Exception as e:
             if self._fails_soon():
                 raise self._error() from e
@@ -341,19 +334,19 @@ class Channel:
 
     def _expire(self, op: _OpMetadata, seconds: float) -> None:
         # Not _reached, which may wait: all deadlines of the process share this thread.
-        if not self.devices.reached(op):
+        if not op.reached():
             self.close(timed_out(seconds))
 
     def check(self, timeout: float) -> None:
         """Asks the worker's backend for its error, and raises it. After the device has finished an operation,
         that includes the operation's error. `timeout`: in seconds.
         """
-        if self.asks:
+        if self._queues:
             self.ask(protocol.CHECK, timeout, "say whether it has failed")
 
     def is_over(self, op: _OpMetadata) -> bool:
         """Whether an operation has ended, also on the device; does not wait."""
-        return op.done and (op.error is not None or self.broken is not None or self.devices.reached(op))
+        return op.done and (op.error is not None or self.broken is not None or op.reached())
 
     def drain(self, timeout: float) -> bool:
         """Waits until the worker's device has finished all queued work; False after `timeout` seconds."""
@@ -387,7 +380,8 @@ class Channel:
             if not ended and self._completer is None:
                 self._completer = DeviceThread(self._complete_all, "torchft_isolated_futures")
                 self._completer.start()
-        if ended and op.marks:  # where streams cannot wait for the device the host does, but not the caller
+        if ended and op.mark is not None:
+            # Where streams cannot wait for the device the host does, but not the caller.
             DeviceThread(self._complete, "torchft_isolated_futures", (op,)).start()
         elif ended:
             self._complete(op)
@@ -405,7 +399,7 @@ class Channel:
         error = op.error
         try:
             with metadata.set_stream():
-                if error is None and op.marks:
+                if error is None and op.mark is not None:
                     try:
                         self.follow(op)
                     except Exception as e:

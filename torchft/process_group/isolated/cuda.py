@@ -4,9 +4,8 @@ queue.
 **Memory.** A storage is shared once in the life of the process, even if several workers follow one another.
 It is identified by weak reference, never by address. PyTorch frees shared memory when a counter of its users
 reaches 0, which a killed worker would never decrement. So the trainer alone counts. When the user frees a
-storage, the trainer asks the worker to drop it; the worker confirms that with its next mark. Only then, or
-when the worker has ended, is the memory returned to PyTorch, because CUDA forbids to free memory that another
-process maps.
+storage, the trainer asks the worker to drop it. Only after the worker's answer, or its end, is the memory
+returned to PyTorch, because CUDA forbids to free memory that another process maps.
 
 **Order.** A mark of the trainer is an interprocess event, recorded on the current stream. An event is reused
 only after the device has passed it. So a worker that reads an old mark may wait for a later recording of the
@@ -28,7 +27,7 @@ import os
 import queue
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Any, Optional
 
 import torch
@@ -43,9 +42,8 @@ _DEVICE = "cuda"
 # Notes to the worker: the device to work on, perhaps with the file of a page of values; the exports to drop.
 _USE, _DROP = "use", "drop"
 
-# A mark. Event, number of its recordings, number of notes read from the other end, the event's handle; or
-# slot, value, number of notes, b"".
-_Mark = tuple[int, int, int, bytes]
+# A mark. Event, number of its recordings, the event's handle; or slot, value, b"".
+_Mark = tuple[int, int, bytes]
 
 # The number of streams that a worker's operations use in turn; PyTorch's pool has as many.
 _STREAMS = 32
@@ -178,13 +176,13 @@ class _Marks:
         # Events of the other end, by number, with the highest count of recordings seen.
         self._opened: dict[int, tuple[torch.cuda.Event, int]] = {}
 
-    def mark(self, device: torch.device, notes: int) -> _Mark:
+    def mark(self, device: torch.device) -> _Mark:
         with self._lock:
             number, event, handle, times = self._next(device)
             event.record(torch.cuda.current_stream(device))
             times += 1
             self._recorded.append((number, event, handle, times))
-        return number, times, notes, handle
+        return number, times, handle
 
     def _next(self, device: torch.device) -> tuple[int, torch.cuda.Event, bytes, int]:
         # Only an event that the device has passed is reused: its earlier recordings are then complete.
@@ -197,7 +195,7 @@ class _Marks:
 
     def event(self, mark: _Mark, device: torch.device) -> Optional[torch.cuda.Event]:
         """The other end's event of a mark; None if the device is known to have passed it."""
-        number, times, _, handle = mark
+        number, times, handle = mark
         with self._lock:
             known = self._opened.get(number)
             event: torch.cuda.Event
@@ -220,25 +218,34 @@ class _Marks:
 # The two ends
 
 
-class _Registration:
+class _Registration(Registration):
     """Keeps a tensor alive until `release`, so that its memory is not reused."""
 
-    __slots__ = ("_all", "_tensor", "ref")
-
     def __init__(self, tensor: torch.Tensor, ref: Any, all_: set[_Registration]) -> None:
+        super().__init__(ref)
         self._tensor: Optional[torch.Tensor] = tensor
-        self.ref = ref
         # The trainer's end refers to the registration too: if a worker was killed, its kernels may still run,
         # so the memory must stay even if the caller drops the registration.
         self._all = all_
         all_.add(self)
 
-    def fetch(self) -> None:
-        pass
-
     def release(self) -> None:
         self._tensor = None
         self._all.discard(self)
+
+
+class _Dropped(Registration):
+    """Freed storages that the worker was asked to drop: no registration of a tensor, but it ends like one."""
+
+    def __init__(self, exports: list[_Export], holder: TrainerEnd) -> None:
+        super().__init__(None)
+        self._exports = exports
+        self._holder = holder
+
+    def release(self) -> None:
+        for export in self._exports:
+            self._holder._held.pop(export.id, None)
+        _unhold(self._exports, self._holder)
 
 
 class TrainerEnd(Sharing):
@@ -249,17 +256,13 @@ class TrainerEnd(Sharing):
     def __init__(self, notify: Notify) -> None:
         self._notify = notify
         self._marks = _Marks()
-        self._pages: Optional[Pages] = None
-        self._page: Optional[tuple[Page, int]] = None
+        self._page: Optional[Page] = None
         self._awaited: Optional[Awaited] = None
         # The device of the first tensor: a worker uses one device.
         self._device: Optional[torch.device] = None
         self._registrations: set[_Registration] = set()
         self._held: dict[int, _Export] = {}
         self._freed_exports: deque[_Export] = deque()
-        # Storages that the worker was asked to drop, by the number of the note.
-        self._announced: OrderedDict[int, list[_Export]] = OrderedDict()
-        self._notes = 0
         # Reentrant: a note to a worker that has ended may call `close`.
         self._lock = threading.RLock()
         self._closed = False
@@ -289,13 +292,13 @@ class TrainerEnd(Sharing):
         with torch.cuda.device(device):  # the driver's calls make it the thread's current device
             page = pages.take(torch.cuda.current_stream(device))
         try:
-            self._send((_USE, device.index or 0), None if page is None else page[1])
+            self._notify((_USE, device.index or 0), None if page is None else page.descriptor, None)
         except BaseException:
             if page is not None:  # `close` may have been called already
                 pages.give_back(page)
             raise
         if page is not None:
-            self._pages, self._page, self._awaited = pages, page, Awaited(page[0])
+            self._page, self._awaited = page, Awaited(page)
         self._device = device
 
     def _drop(self) -> None:
@@ -304,30 +307,13 @@ class TrainerEnd(Sharing):
         while self._freed_exports:
             freed.append(self._freed_exports.popleft())
         if freed:
-            self._announced[self._notes + 1] = freed
-            self._send((_DROP, *[export.id for export in freed]))
-
-    def _send(self, note: tuple[Any, ...], descriptor: Optional[int] = None) -> None:
-        self._notes += 1
-        self._notify(note, descriptor)
-
-    def _dropped(self, notes: int) -> None:
-        """Frees the storages that the first `notes` notes name: the worker has unmapped them."""
-        freed: list[_Export] = []
-        with self._lock:
-            while self._announced and next(iter(self._announced)) <= notes:
-                freed += self._announced.popitem(last=False)[1]
-            for export in freed:
-                self._held.pop(export.id, None)
-        if freed:
-            _unhold(freed, self)
+            self._notify((_DROP, *[export.id for export in freed]), None, _Dropped(freed, self))
 
     def mark(self) -> _Mark:
-        return self._marks.mark(self._current(), 0)
+        return self._marks.mark(self._current())
 
     def follow(self, mark: _Mark) -> bool:
-        slot, value, notes, _ = mark
-        self._dropped(notes)
+        slot, value, _ = mark
         if _is_event(mark):
             return False
         assert self._awaited is not None, "the worker writes values into the page that it got"
@@ -337,8 +323,7 @@ class TrainerEnd(Sharing):
         return True
 
     def reached(self, mark: _Mark) -> bool:
-        slot, value, notes, _ = mark
-        self._dropped(notes)
+        slot, value, _ = mark
         if self._awaited is not None and not _is_event(mark):
             return self._awaited.reached(slot, value)
         event = self._marks.event(mark, self._current())
@@ -358,11 +343,10 @@ class TrainerEnd(Sharing):
             page, self._page = self._page, None
             held = list(self._held.values())
             self._held.clear()
-            self._announced.clear()
             self._freed_exports.clear()
         self._registrations.clear()
-        if page is not None and self._pages is not None:
-            self._pages.give_back(page)
+        if page is not None:
+            _pages_of(self._current()).give_back(page)
         _unhold(held, self)
         self._marks.clear()
 
@@ -379,7 +363,6 @@ class WorkerEnd(Borrowing):
         self._turn = 0
         self._idle: Optional[torch.cuda.Stream] = None
         self._written: Optional[WrittenValues] = None  # None: marks are events
-        self._notes = 0
         self._lock = threading.Lock()
 
     def borrow(self, ref: tuple[Any, ...]) -> torch.Tensor:
@@ -407,7 +390,6 @@ class WorkerEnd(Borrowing):
             if descriptor is not None:
                 self._write_values(descriptor)
         with self._lock:
-            self._notes += 1
             dropped = [self._imports.pop(number, None) for number in numbers]
         if any(storage is not None for storage in dropped):
             # Unmapping waits for the current stream, so it is done on an idle one.
@@ -429,12 +411,10 @@ class WorkerEnd(Borrowing):
             os.close(descriptor)
 
     def mark(self) -> _Mark:
-        with self._lock:
-            notes = self._notes
         if self._written is not None:
             slot, value = self._written.mark(torch.cuda.current_stream(self._device))
-            return slot, value, notes, b""
-        return self._marks.mark(self._device, notes)
+            return slot, value, b""
+        return self._marks.mark(self._device)
 
     def follow(self, mark: _Mark) -> None:
         """Begins an operation: makes the next stream the current one, which waits for the trainer's mark."""
@@ -449,7 +429,7 @@ class WorkerEnd(Borrowing):
 
 
 def _is_event(mark: _Mark) -> bool:
-    return mark[3] != b""
+    return mark[2] != b""
 
 
 trainer, worker = TrainerEnd, WorkerEnd

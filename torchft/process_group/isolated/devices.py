@@ -1,23 +1,27 @@
-"""The memory and events of each device type that a trainer shares with a worker, and what is queued there."""
+"""The trainer's ends of a worker, one for each device type, and the memory that is still in use there."""
 
 from __future__ import annotations
 
+import importlib
 import threading
 from functools import partial
-from typing import Any, Callable, Optional
+from typing import Callable
 
+from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.operation import _OpMetadata
 from torchft.process_group.isolated.sharing import Sharing
 
-# Makes the trainer's end for a device type, from its number and a function that sends notes to the worker.
-MakeSharing = Callable[[int, Callable[[Any, Optional[int]], None]], Sharing]
-
 
 class Devices:
-    """The trainer's ends, one for each device type. `notify` sends a note to a device's other end."""
+    """The trainer's ends, one for each device type.
 
-    def __init__(self, make: MakeSharing, notify: Callable[[int, Any, Optional[int]], None]) -> None:
-        self._make = make
+    Args:
+        modules: the module for each `tensor.device.type`, see `sharing`.
+        notify: sends a note to the other end for a device: `sharing.Notify`, with the device's number.
+    """
+
+    def __init__(self, modules: dict[str, str], notify: Callable[..., None]) -> None:
+        self._modules = modules
         self._notify = notify
         # Reentrant: the garbage collector may close a channel on a thread that holds it.
         self._lock = threading.RLock()
@@ -30,26 +34,9 @@ class Devices:
         if device not in self._sharings:  # else no lock: in a forked child it may be held for ever
             with self._lock:
                 if device not in self._sharings:
-                    self._sharings[device] = self._make(device, partial(self._notify, device))
+                    module = importlib.import_module(self._modules[protocol.DEVICES[device]])
+                    self._sharings[device] = module.trainer(partial(self._notify, device))
         return self._sharings[device]
-
-    # Order
-
-    def marks(self, op: _OpMetadata) -> tuple[tuple[int, Any], ...]:
-        """Marks behind the work queued so far on the devices of an operation, for the worker to wait for."""
-        marks = [
-            (device, self._sharings[device].mark()) for device in {device for device, _ in op.registrations}
-        ]
-        return tuple([item for item in marks if item[1] is not None])
-
-    def follow(self, op: _OpMetadata) -> bool:
-        """Makes the current stream wait for the operation; False if only the host can (`Sharing.follow`)."""
-        followed = [self._sharings[device].follow(mark) for device, mark in op.marks]
-        return all(followed)
-
-    def reached(self, op: _OpMetadata) -> bool:
-        """Whether the worker's device has finished an operation."""
-        return all(self._sharings[device].reached(mark) for device, mark in op.marks)
 
     # Registrations of operations that have ended, but not on the device
 
@@ -61,7 +48,7 @@ class Devices:
     def release_reached(self) -> None:
         # Operations stay in the list until they are reached: another thread may be waiting for its end.
         for op in list(self.queued):
-            if self.reached(op):
+            if op.reached():
                 with self._lock:
                     if op not in self.queued:  # another thread has released or abandoned it
                         continue

@@ -7,8 +7,6 @@ from typing import Any, Callable, Optional
 
 import torch
 
-from torchft.process_group.isolated.values import Driver
-
 _REGISTER_FLAGS = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: (int32_t)(*address - value) >= 0
 # CU_STREAM_WRITE_VALUE_DEFAULT: all that the stream wrote before is visible to others first.
@@ -27,7 +25,7 @@ _CALLS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def driver_of(device: torch.device) -> Optional[Driver]:
+def driver_of(device: torch.device) -> Optional[CudaDriver]:
     """The driver of a CUDA device; None if it lacks one of the calls, or the device is of another kind."""
     if torch.version.cuda is None:
         return None
@@ -38,7 +36,9 @@ def driver_of(device: torch.device) -> Optional[Driver]:
 
 
 class CudaDriver:
-    """The calls for one device of this process, which has a context on it already."""
+    """The calls for one device of this process, which has a context on it already. Each raises a RuntimeError
+    if the driver refuses.
+    """
 
     def __init__(self, library: Any, device: int) -> None:
         self._calls: dict[str, Callable[..., int]] = {}
@@ -60,6 +60,7 @@ class CudaDriver:
         self._call("cuCtxSetCurrent", self._context)
 
     def register(self, address: int, size: int) -> int:
+        """Lets the device use memory of the host, for good; returns its address on the device."""
         self._use()
         self._call("cuMemHostRegister_v2", address, size, _REGISTER_FLAGS)
         found = ctypes.c_uint64()
@@ -67,9 +68,11 @@ class CudaDriver:
         return found.value
 
     def write(self, stream: Any, address: int, value: int) -> None:
+        """The stream writes a value of 32 bits when it has done the work queued so far."""
         self._use()
         self._call("cuStreamWriteValue32_v2", stream.cuda_stream, address, value, _WITH_BARRIER)
 
     def wait(self, stream: Any, address: int, value: int) -> None:
+        """The stream waits until the value in memory has reached `value`; see `values.reached`."""
         self._use()
         self._call("cuStreamWaitValue32_v2", stream.cuda_stream, address, value, _AT_LEAST)

@@ -66,13 +66,13 @@ class _Slot(NamedTuple):
     address: int
 
 
-class _Staged:
+class _Staged(Registration):
     """A registration of a copy of `size` bytes, which begins with the tensor's first element."""
 
     def __init__(
         self, ref: Any, tensor: torch.Tensor, size: int, write: bool, slot: _Slot, free: list[_Slot]
     ) -> None:
-        self.ref = ref
+        super().__init__(ref)
         self._tensor = tensor
         self._size = size
         self._write = write
@@ -105,19 +105,6 @@ class _Converted(_Staged):
                 self._tensor.copy_(self._view)
 
 
-class _Shared:
-    """A registration of the tensor's own shared memory."""
-
-    def __init__(self, ref: Any) -> None:
-        self.ref = ref
-
-    def fetch(self) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
-
-
 class _Trainer(Sharing):
     """Host memory has no queued work: an operation has finished when the worker answers."""
 
@@ -138,9 +125,8 @@ class _Trainer(Sharing):
         if size >= _ASK_ABOVE and contiguous:
             region = self._share(tensor)
             if region is not None:
-                return _Shared(
-                    _ref(region, int(tensor.storage_offset()) * tensor.element_size(), tensor, True)
-                )
+                offset = int(tensor.storage_offset()) * tensor.element_size()
+                return Registration(_ref(region, offset, tensor, True))
         slot, free = self._take(size)
         ref = _ref(slot.region, slot.offset, tensor, contiguous)
         try:
@@ -179,7 +165,7 @@ class _Trainer(Sharing):
         try:
             os.ftruncate(descriptor, total)
             memory = _map(descriptor, total)
-            self._notify((_MAP, region, total), descriptor)
+            self._notify((_MAP, region, total), descriptor, None)
         finally:
             os.close(descriptor)
         address = memory.data_ptr()
@@ -198,9 +184,9 @@ class _Trainer(Sharing):
             if descriptor is None:
                 return None
             while not self._freed.empty():
-                self._notify((_UNMAP, self._freed.get(), 0), None)
+                self._notify((_UNMAP, self._freed.get(), 0), None, None)
             region = next(self._regions)
-            self._notify((_MAP, region, os.fstat(descriptor).st_size), descriptor)
+            self._notify((_MAP, region, os.fstat(descriptor).st_size), descriptor, None)
             self._storages[storage] = region
             weakref.finalize(storage, self._freed.put, region).atexit = False
             return region

@@ -46,8 +46,11 @@ class _OpMetadata:
         # Number of the operation in its channel.
         self.op_id = 0
         self.timeout_sec = timeout_sec
-        # Device and registration of every tensor.
-        self.registrations: list[tuple[int, Registration]] = []
+        # The trainer's end for the device of its tensors, and the device's number in a record; None: it has
+        # no tensors.
+        self.sharing: Optional[Sharing] = None
+        self.device = 0
+        self.registrations: list[Registration] = []  # of every tensor
         # The operation's record, see `protocol.encode_call`.
         self.call = b""
         # Value of the operation's future, the same as with Gloo: its outputs, one after another.
@@ -60,8 +63,8 @@ class _OpMetadata:
         self._running = threading.Lock()
         self._running.acquire()
         self.error: Optional[Exception] = None
-        # Device and mark of the events on the worker's device behind the operation; set with its answer.
-        self.marks: Sequence[tuple[int, Any]] = ()
+        # The mark on the worker's device behind the operation, set with its answer; None: it has finished.
+        self.mark: Any = None
         self.future: Optional[_FutureMetadata] = None
         # Ends the worker if a stream waits too long for the operation.
         self.timer: Any = None
@@ -86,8 +89,16 @@ class _OpMetadata:
         """Ends the sharing of the operation's tensors with the worker, which has finished it."""
         self.end_timer()
         registrations, self.registrations = self.registrations, []
-        for _, registration in registrations:
+        for registration in registrations:
             registration.release()
+
+    def follow(self) -> bool:
+        """Makes the current stream wait for the worker's device; False if only the host can."""
+        return self.sharing is None or self.mark is None or self.sharing.follow(self.mark)
+
+    def reached(self) -> bool:
+        """Whether the worker's device has finished the operation, which has ended here."""
+        return self.sharing is None or self.mark is None or self.sharing.reached(self.mark)
 
     @contextlib.contextmanager
     def set_stream(self) -> Generator[None, None, None]:
@@ -119,17 +130,21 @@ def operation(
 
     given = access
 
-    def register(tensor: torch.Tensor, access: str) -> tuple[int, Any]:
+    def register(tensor: torch.Tensor, access: str) -> Any:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{tensor!r} is no tensor")
         kind = tensor.device.type
         if kind not in protocol.DEVICES:
             raise RuntimeError(f"a tensor on {tensor.device} is not supported")
         device = protocol.DEVICES.index(kind)
+        if op.sharing is None:
+            op.device, op.sharing = device, sharing(device)
+        elif device != op.device:
+            raise RuntimeError(f"tensors on {protocol.DEVICES[op.device]} and {kind}: one device is needed")
         access = given or access
-        registration = sharing(device).register(tensor, "r" in access, "w" in access)
-        op.registrations.append((device, registration))
-        return device, registration.ref
+        registration = op.sharing.register(tensor, "r" in access, "w" in access)
+        op.registrations.append(registration)
+        return registration.ref
 
     try:
         try:
@@ -138,15 +153,14 @@ def operation(
             # so that the error names the group and the operation
             kind = type(e) if type(e) in (TypeError, ValueError, NotImplementedError) else RuntimeError
             raise kind(f"{group}: {name}: {e}") from e
-        on_device = any(device for device, _ in op.registrations)
-        if on_device:
+        if op.device:
             refuse_capture(f"{group}: {name}")
     except Exception:
         op.release()
         raise
     if op.registrations:
         protocol.each(protocol.OPERATIONS[name][0], op.result.append, arguments[0])
-    if on_device:
+    if op.device:
         op.stream = torch.accelerator.current_stream()
     return op
 

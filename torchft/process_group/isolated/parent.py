@@ -9,7 +9,7 @@ import sys
 import time
 import weakref
 from datetime import timedelta
-from typing import Any, Callable, ClassVar, Optional, Union
+from typing import Any, ClassVar, Optional, Union
 
 import torch
 from torch.distributed import PrefixStore, Store, Work
@@ -29,8 +29,7 @@ from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.channel import Channel
 from torchft.process_group.isolated.operation import WorkerTimedOut, _OpMetadata, operation
-from torchft.process_group.isolated.sharing import Notify, Sharing
-from torchft.process_group.isolated.standby import Workers, start_worker, started
+from torchft.process_group.isolated.standby import Workers, started
 from torchft.process_group.reconfigure import ReconfigureOptions, check_rank, meeting_store
 from torchft.utils import current_device
 
@@ -95,7 +94,6 @@ class ProcessGroupBaby(ProcessGroup):
     ) -> None:
         super().__init__(0, 1)
         self._timeout = _as_timeout(timeout)
-        self._worker: Optional[Channel] = None
         self._peers: Optional[tuple[int, int]] = None
         # Whether there was a worker before.
         self._warm = False
@@ -103,10 +101,10 @@ class ProcessGroupBaby(ProcessGroup):
         self._shut_down: Optional[Exception] = None
         self._checker: Optional[Checker] = None
         self._starting: dict[int, tuple[Channel, _OpMetadata]] = {}
-        # The launcher must not refer to this group, because that would keep the group alive.
         self._workers = Workers(
-            _maker(type(self), context=switch(STANDBY_CONTEXT_ENV, given=standby_context)),
+            type(self),
             standby=switch(STANDBY_ENV, default=True, given=standby),
+            context=switch(STANDBY_CONTEXT_ENV, given=standby_context),
         )
         prepare()
         weakref.finalize(self, hand_off, self._workers.close, "torchft_workers")  # workers end under a lock
@@ -132,19 +130,13 @@ class ProcessGroupBaby(ProcessGroup):
             "environment": dict(os.environ),
         }
         try:
-            worker = started(self._take)
-            worker.asks = self._queues
-            # The next worker is forked while this one connects.
-            prepare = self._workers.prepare
+            # An abort also ends a worker that is still connecting.
+            worker = started(self._workers.take)
             began = time.monotonic()
             try:
-                worker.ask(
-                    protocol.CONFIGURE,
-                    timeout + _GRACE_SEC,
-                    "connect with its peers",
-                    settings,
-                    meanwhile=prepare,
-                )
+                connecting = worker.request(protocol.CONFIGURE, timeout + _GRACE_SEC, settings)
+                self._workers.prepare()  # the next worker is forked while this one connects
+                worker.answered(connecting, "connect with its peers")
             except Exception as e:
                 # The worker's own deadline for connecting precedes this one. When it passes, the worker
                 # reports an error of the store or the backend.
@@ -166,11 +158,6 @@ class ProcessGroupBaby(ProcessGroup):
             self._end(error)
             raise copied(error)
 
-    def _take(self) -> Channel:
-        # Set before the worker has answered, so that an abort also ends a worker that is still connecting.
-        self._worker = worker = self._workers.take()
-        return worker
-
     def get_reconfigure_handle(self) -> str:
         """The handle by which peers find this group.
 
@@ -186,6 +173,11 @@ class ProcessGroupBaby(ProcessGroup):
         return super().get_reconfigure_handle()
 
     # State
+
+    @property
+    def _worker(self) -> Optional[Channel]:
+        """The present worker, which may still be connecting; None after an abort."""
+        return self._workers.given
 
     def size(self) -> int:
         """The number of peers; -1 if there are none."""
@@ -258,7 +250,7 @@ class ProcessGroupBaby(ProcessGroup):
         self._workers.close()
 
     def _end(self, error: Exception) -> None:
-        self._worker = self._peers = None
+        self._peers = None
         checker, self._checker = self._checker, None
         if checker is not None:
             checker.close(error)
@@ -316,31 +308,6 @@ def _reduction(opts: Any, kind: type) -> Any:
     made.reduceOp = getattr(opts, "reduceOp", opts)
     made.timeout = getattr(opts, "timeout", made.timeout)
     return made
-
-
-def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], Channel]:
-    """Returns a launcher of workers for groups of a class."""
-    sharing = group._sharing
-
-    def make_sharing(device: int, notify: Notify) -> Sharing:
-        return importlib.import_module(sharing[protocol.DEVICES[device]]).trainer(notify)
-
-    def make() -> Channel:
-        if group.__module__ == "__main__":
-            raise ValueError(
-                f"{group.__qualname__} is defined in __main__, which a worker does not import: put it into "
-                "a module"
-            )
-        settings = {
-            "group": f"{group.__module__}:{group.__qualname__}",
-            "path": sys.path,
-            "pytorch": str(torch.__version__),
-            "sharing": sharing,
-            "prepare": (current_device() or 0) if context else None,
-        }
-        return start_worker(settings, group._name, make_sharing)
-
-    return make
 
 
 def _given_ms() -> int:

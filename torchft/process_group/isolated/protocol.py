@@ -2,16 +2,16 @@
 
 A message is one record: a tuple of numbers, texts, bytes and tuples, encoded by `marshal`. Both ends run the
 same interpreter, and unlike with pickle, decoding runs no code. A SOCK_SEQPACKET socket keeps the messages
-apart and carries file descriptors. A record never contains tensors: a tensor is the ref of a registration
-(see `sharing`).
+apart and carries file descriptors. (A stream of them, with their lengths, took twice as long on busy
+processors.) A record never contains tensors: a tensor is the ref of a registration (see `sharing`).
 
-    request  (RUN, operation, marks, call)       marks: (device, mark) of each device; call: see `encode_call`
+    request  (RUN, operation, device, mark, call)  of the tensors' device; call: see `encode_call`
              (CONFIGURE, operation, settings)    the arguments of `configure`, and the environment
              (CHECK, operation)                  fails with the error of the worker's backend
-             (NOTE, device, note)                perhaps with a file descriptor: see `sharing.Notify`
+             (NOTE, operation, device, note)     perhaps with a file descriptor: see `sharing.Notify`
              (SET_TIMEOUT, seconds)
              (PING,)
-    answer   (operation, marks, error)           error: None, or the exception's class and text
+    answer   (operation, mark, error)            error: None, or the exception's class and text
 
 Answers without an operation have the number 0: with an error, the worker ends; else it answers a ping. The
 worker's first message carries a descriptor of its process.
@@ -23,9 +23,7 @@ import array
 import marshal
 import operator
 import os
-import select
 import socket
-import time
 from datetime import timedelta
 from typing import Any, Callable, Sequence
 
@@ -73,37 +71,21 @@ _MEMORY = b"in memory"
 _LONGEST_TEXT = 10_000
 
 
-def send(to: socket.socket, record: Any, descriptors: Sequence[int] = (), timeout: float = 3600.0) -> None:
-    """Sends a record. Waits only if the other end does not read: TimeoutError after `timeout` seconds."""
+def send(to: socket.socket, record: Any, descriptors: Sequence[int] = (), flags: int = 0) -> None:
+    """Sends a record. Waits while the socket is full because the other end does not read."""
     data = marshal.dumps(record)
-    if len(data) <= _LONG:
-        _send(to, data, descriptors, timeout)
-        return
-    memory = os.memfd_create("torchft-message", os.MFD_CLOEXEC)
+    memory = None
     try:
-        os.truncate(memory, len(data))
-        os.pwrite(memory, data, 0)
-        _send(to, _MEMORY, (memory, *descriptors), timeout)
+        if len(data) > _LONG:
+            memory = os.memfd_create("torchft-message", os.MFD_CLOEXEC)
+            os.pwrite(memory, data, 0)
+            data, descriptors = _MEMORY, (memory, *descriptors)
+        # Not socket.send_fds, which ignores the flags.
+        rights = array.array("i", descriptors)
+        to.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else [], flags)
     finally:
-        os.close(memory)
-
-
-def _send(to: socket.socket, data: bytes, descriptors: Sequence[int], timeout: float) -> None:
-    # Not socket.send_fds, which ignores the flag.
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    poll, deadline = None, 0.0
-    while True:
-        try:
-            to.sendmsg([data], rights, socket.MSG_DONTWAIT)
-            return
-        except BlockingIOError:
-            if poll is None:
-                poll, deadline = select.poll(), time.monotonic() + timeout
-                poll.register(to, select.POLLOUT)
-            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(
-                    f"a message to process timed out: it was not read within {timeout} s"
-                ) from None
+        if memory is not None:
+            os.close(memory)
 
 
 def receive(source: socket.socket) -> tuple[Any, list[int]]:

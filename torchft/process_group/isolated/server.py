@@ -82,7 +82,7 @@ def spawn(
             error = type(e).__name__, f"the worker could not be forked: {e}"
     if error is not None:
         with contextlib.suppress(OSError):  # the trainer has closed its end
-            protocol.send(channel, (0, (), error), timeout=0.0)
+            protocol.send(channel, (0, None, error))
 
 
 def _work(settings: dict[str, Any], channel: socket.socket) -> None:

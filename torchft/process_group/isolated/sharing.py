@@ -25,27 +25,32 @@ of the memory could see it overwritten.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional, Protocol
+from typing import Any, Callable, Optional
 
 import torch
 
-# Sends a note from the trainer's end of this device type to the worker's end, in order with the operations,
-# optionally with a file descriptor, which the caller still has to close. The worker's end gets the note by
-# `notified`.
-Notify = Callable[[Any, Optional[int]], None]
 
+class Registration:
+    """A tensor of the trainer that the worker may use.
 
-class Registration(Protocol):
-    """A tensor of the trainer that the worker may use."""
+    Args:
+        ref: the argument of the worker's `borrow`, a record (see `protocol`): small, as operations have it.
+    """
 
-    # The argument of the worker's `borrow`, a record (see `protocol`): small, as each operation has it.
-    ref: Any
+    def __init__(self, ref: Any) -> None:
+        self.ref = ref
 
     def fetch(self) -> None:
-        """Trainer: copies the results into the caller's tensor, if its memory is not shared."""
+        """Copies the results into the caller's tensor, if its memory is not shared."""
 
     def release(self) -> None:
-        """Trainer: called when the worker no longer uses the tensor."""
+        """Called when the worker no longer uses the tensor."""
+
+
+# Sends a note from the trainer's end of this device type to the worker's end, in order with the operations,
+# optionally with a file descriptor, which the caller still has to close. The worker's end gets the note by
+# `notified`. After that the registration is released, if there is one.
+Notify = Callable[[Any, Optional[int], Optional[Registration]], None]
 
 
 class Sharing:

@@ -1,8 +1,7 @@
 """The trainer's side of the fork server: one server per trainer process, and standby workers.
 
-servers        the server process: started with the first group, shared by all, ended with this process
-start_worker   asks it for a worker
-Workers        the workers of one group: hands out the standby worker, and starts the next one
+servers   the server process: started with the first group, shared by all, ended with this process
+Workers   the workers of one group: hands out the standby worker, and starts the next one
 """
 
 from __future__ import annotations
@@ -17,13 +16,18 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any, Callable, Optional
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+import torch
 
 from torchft.process_group._errors import copied
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.channel import Channel
-from torchft.process_group.isolated.devices import MakeSharing
 from torchft.process_group.isolated.operation import WorkerFailed, WorkerTimedOut
+from torchft.utils import current_device
+
+if TYPE_CHECKING:
+    from torchft.process_group.isolated.parent import ProcessGroupBaby
 
 # Long, because the server imports PyTorch before it forks the first worker.
 _START_SEC = 60.0
@@ -91,8 +95,7 @@ class Servers:
         with self._lock:
             channel.server = server = self.get()
             try:
-                # The server is still starting if the socket's buffer is full of requests.
-                protocol.send(server.control, settings, (channel.theirs.fileno(),), _START_SEC)
+                protocol.send(server.control, settings, (channel.theirs.fileno(),))
             except ConnectionError:
                 self.retire(server)
                 raise
@@ -127,30 +130,52 @@ atexit.register(servers.close)
 os.register_at_fork(after_in_child=servers.forget)
 
 
-def start_worker(settings: dict[str, Any], name: str, sharings: MakeSharing) -> Channel:
-    """Starts a worker, without waiting for it. Returns the trainer's end of its channel."""
-    channel = Channel(name, sharings)
-    try:
-        servers.spawn(settings, channel)
-    except OSError as e:
-        channel.close(WorkerFailed(f"{name}: the worker could not be started: {e}"))
-    except BaseException as e:
-        channel.close(RuntimeError(f"{name}: the worker could not be started: {e}"))
-        raise
-    finally:
-        channel.theirs.close()
-    return channel
-
-
 class Workers:
-    """The workers of a group. `make` starts one, and does not wait; `standby`: whether one is kept ready."""
+    """The workers of a group.
 
-    def __init__(self, make: Callable[[], Channel], standby: bool) -> None:
-        self._make = make
+    Args:
+        group: its class. Not the group, which a reference from here would keep alive.
+        standby: whether the next worker is kept ready.
+        context: whether that one also has a context on the current device.
+
+    Attributes:
+        given: the worker that `take` returned last; None after `end`.
+    """
+
+    def __init__(self, group: type[ProcessGroupBaby], standby: bool, context: bool) -> None:
+        self._group = group
         self._standby = standby
+        self._context = context
         self._lock = threading.RLock()
         self._next: Optional[Channel] = None
-        self._given: Optional[Channel] = None
+        self.given: Optional[Channel] = None
+
+    def _start(self) -> Channel:
+        """Starts a worker, without waiting for it. Returns the trainer's end of its channel."""
+        group = self._group
+        if group.__module__ == "__main__":
+            raise ValueError(
+                f"{group.__qualname__} is defined in __main__, which a worker does not import: put it into "
+                "a module"
+            )
+        settings = {
+            "group": f"{group.__module__}:{group.__qualname__}",
+            "path": sys.path,
+            "pytorch": str(torch.__version__),
+            "sharing": group._sharing,
+            "prepare": (current_device() or 0) if self._context else None,
+        }
+        channel = Channel(group._name, group._sharing, group._queues)
+        try:
+            servers.spawn(settings, channel)
+        except OSError as e:
+            channel.close(WorkerFailed(f"{group._name}: the worker could not be started: {e}"))
+        except BaseException as e:
+            channel.close(RuntimeError(f"{group._name}: the worker could not be started: {e}"))
+            raise
+        finally:
+            channel.theirs.close()
+        return channel
 
     def prepare(self) -> None:
         """Starts a standby worker, or at least the server, if there is none."""
@@ -163,20 +188,20 @@ class Workers:
         """The worker that `take` will return; it is started if there is none."""
         with self._lock:
             if self._next is None or self._next.broken is not None:
-                self._next = self._make()
+                self._next = self._start()
             return self._next
 
     def take(self) -> Channel:
         """The standby worker, or a new one. Only an answer shows that it is alive; see `started`."""
         with self._lock:
-            self._given = self.first()
+            self.given = self.first()
             self._next = None
-            return self._given
+            return self.given
 
     def end(self, error: Exception) -> None:
-        """Ends the worker that `take` returned last, if any."""
+        """Ends the worker in use, if any."""
         with self._lock:
-            worker, self._given = self._given, None
+            worker, self.given = self.given, None
         if worker is not None:
             worker.close(error)
 

@@ -17,26 +17,14 @@ import ctypes
 import mmap
 import os
 import threading
-from typing import Any, Callable, Optional, Protocol
+from typing import Any, Callable, Optional
+
+from torchft.process_group.isolated.driver import CudaDriver
 
 _SLOTS = 1024  # more than a process has streams
 _SIZE = 4 * _SLOTS
 _PROBE = _SLOTS - 1  # a slot for the question whether the driver can do this
 _CYCLE = 1 << 32
-
-
-class Driver(Protocol):
-    """Calls of a device's driver. Each raises a RuntimeError if the driver refuses."""
-
-    def register(self, address: int, size: int) -> int:
-        """Lets the device use memory of the host, for good; returns its address on the device."""
-        ...
-
-    def write(self, stream: Any, address: int, value: int) -> None:
-        """The stream writes a value of 32 bits when it has done the work queued so far."""
-
-    def wait(self, stream: Any, address: int, value: int) -> None:
-        """The stream waits until the value in memory has reached `value`; see `reached`."""
 
 
 def reached(now: int, value: int) -> bool:
@@ -45,9 +33,15 @@ def reached(now: int, value: int) -> bool:
 
 
 class Page:
-    """Memory slots of two processes and their devices, never unmapped. RuntimeError: the driver refuses."""
+    """Memory slots of two processes and their devices, never unmapped. RuntimeError: the driver refuses.
 
-    def __init__(self, driver: Driver, stream: Any, descriptor: int) -> None:
+    Args:
+        stream: one on which the driver is asked.
+        descriptor: the memory's file.
+    """
+
+    def __init__(self, driver: CudaDriver, stream: Any, descriptor: int) -> None:
+        self.descriptor = descriptor
         self._driver = driver
         self._slots = (ctypes.c_uint32 * _SLOTS).from_buffer(mmap.mmap(descriptor, _SIZE))
         _kept.append(self._slots)  # before it is registered: a device may use it until the process ends
@@ -134,15 +128,15 @@ class Pages:
     the device's driver; None, or a RuntimeError, if it has no such calls.
     """
 
-    def __init__(self, driver: Callable[[], Optional[Driver]]) -> None:
+    def __init__(self, driver: Callable[[], Optional[CudaDriver]]) -> None:
         self._make = driver
-        self._driver: Optional[Driver] = None
+        self._driver: Optional[CudaDriver] = None
         self._refused = False
-        self._free: list[tuple[Page, int]] = []
+        self._free: list[Page] = []
         self._lock = threading.RLock()
 
-    def take(self, stream: Any) -> Optional[tuple[Page, int]]:
-        """A page and its file for a worker; None if the driver (asked on `stream`) or the system refuses."""
+    def take(self, stream: Any) -> Optional[Page]:
+        """A page for a worker; None if the driver (asked on `stream`) or the system refuses."""
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -156,10 +150,10 @@ class Pages:
                 if self._driver is not None:
                     page = Page(self._driver, stream, descriptor)
                     unless_taken.pop_all()
-                    return page, descriptor
+                    return page
             self._refused = True
             return None
 
-    def give_back(self, page: tuple[Page, int]) -> None:
+    def give_back(self, page: Page) -> None:
         """Keeps a page whose worker has ended, for the next one."""
         self._free.append(page)

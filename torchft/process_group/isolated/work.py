@@ -42,7 +42,7 @@ class _BabyWork(_OrderedByWait):
             raise timed_out(seconds)
         if op.error is not None:
             raise copied(op.error)
-        if op.marks:
+        if op.mark is not None:
             self._channel.follow(op, seconds, began)
         return True
 
@@ -59,7 +59,7 @@ class _BabyWork(_OrderedByWait):
         if not self.is_completed():
             return None
         # An operation that was only queued when the worker ended has not succeeded.
-        return self._op.error or (self._channel.broken if self._op.marks else None)
+        return self._op.error or (self._channel.broken if self._op.mark is not None else None)
 
     def result(self) -> list[torch.Tensor]:
         return self._op.result

@@ -69,14 +69,14 @@ class Worker:
     def answer(
         self,
         operation: int,
-        marks: tuple[tuple[int, Any], ...] = (),
+        mark: Any = None,
         error: BaseException | None = None,
         descriptors: Sequence[int] = (),
     ) -> None:
         """Sends an answer, see `protocol`."""
         encoded = None if error is None else protocol.encode_error(error)
         try:
-            protocol.send(self._channel, (operation, marks, encoded), descriptors)
+            protocol.send(self._channel, (operation, mark, encoded), descriptors)
         except ConnectionError:
             # The trainer has closed its end of the socket.
             os._exit(0)
@@ -141,9 +141,10 @@ class Worker:
                 except Exception as e:
                     self.answer(rest[0], error=e)
             elif kind == protocol.NOTE:
-                device, note = rest
+                operation, device, note = rest
                 self._decoded.cache_clear()
                 self._sharing(device).notified(note, descriptors[0] if descriptors else None)
+                self.answer(operation)
             elif kind == protocol.PING:
                 self.answer(0)
             elif kind == protocol.CHECK:
@@ -211,22 +212,23 @@ class Worker:
 
     # Operations
 
-    def _decode(self, record: bytes) -> tuple[str, Callable[..., Any], list[Any], timedelta]:
+    def _decode(self, device: int, record: bytes) -> tuple[str, Callable[..., Any], list[Any], timedelta]:
         """An operation's name, function, arguments, and timeout; 0 for the group's."""
-        name, arguments = protocol.decode_call(record, lambda item: self._sharing(item[0]).borrow(item[1]))
+        name, arguments = protocol.decode_call(record, lambda ref: self._sharing(device).borrow(ref))
         timeout = timedelta(milliseconds=arguments.pop() if name in POINT_TO_POINT else 0)
         pg = self._pg
         # Without PyTorch's dispatcher, which takes longer than the start of a small operation.
         plain = type(pg) is BaseProcessGroup and name == "allreduce"
-        if plain and {tensor.device.type for tensor in arguments[0]} == {"cpu"}:
+        if plain and protocol.DEVICES[device] == "cpu":
             pg = pg._get_backend(torch.device("cpu"))
         return name, getattr(pg, name), arguments, timeout
 
-    def _run(self, operation: int, marks: tuple[tuple[int, Any], ...], record: bytes) -> None:
-        name, function, arguments, timeout = self._decoded(record)
-        devices = [device for device, _ in marks]
-        for device, mark in marks:
-            self._sharing(device).follow(mark)
+    def _run(self, operation: int, device: int, mark: Any, record: bytes) -> None:
+        name, function, arguments, timeout = self._decoded(device, record)
+        # A device that queues work, whose streams wait; None: an operation has finished when it ends.
+        queue = None if mark is None else self._sharing(device)
+        if queue is not None:
+            queue.follow(mark)
         explain = partial(explained, self._group._name, name, tuple(arguments))
         try:
             work = function(*arguments)
@@ -236,42 +238,39 @@ class Worker:
             if work is not None:  # None if NCCL queued it on the current stream itself (`asyncOp=False`)
                 # The current stream waits, not this thread.
                 work.wait()
-            self.answer(operation, self._marks(devices))
+            self.answer(operation, None if queue is None else queue.mark())
             return
         self._in_flight[operation] = name
         try:
             # The works of Gloo's send and recv have no future. That of tensors on a device has a callback
             # on a thread without a device.
-            future = None if devices else work.get_future()
+            future = None if queue is not None else work.get_future()
         except RuntimeError:
             future = None
         if future is None:
             wait = partial(work.wait, timeout) if timeout else work.wait
-            DeviceThread(self._end, "torchft_wait", (operation, wait, explain, devices)).start()
+            DeviceThread(self._end, "torchft_wait", (operation, wait, explain, queue)).start()
         else:
-            future.add_done_callback(lambda done: self._end(operation, done.value, explain, devices))
+            future.add_done_callback(lambda done: self._end(operation, done.value, explain, queue))
 
     def _end(
         self,
         operation: int,
         wait: Callable[[], object],
         explain: Callable[[Exception], Exception],
-        devices: list[int],
+        queue: Borrowing | None,
     ) -> None:
         """Answers when an operation has ended; `wait` raises its error."""
         if not hasattr(_kept, "state"):
             _kept.state = ctypes.pythonapi.PyGILState_Ensure()
         try:
             wait()
-            marks = self._marks(devices)
+            mark = None if queue is None else queue.mark()
         except Exception as e:
             self.answer(operation, error=explain(e))
         else:
-            self.answer(operation, marks)
+            self.answer(operation, mark)
         del self._in_flight[operation]
-
-    def _marks(self, devices: list[int]) -> tuple[tuple[int, Any], ...]:
-        return tuple([(device, self._sharings[device].mark()) for device in devices])
 
 
 # Python's state of Gloo's threads, which would be made and freed with each operation.

@@ -68,7 +68,7 @@ def processes() -> str:
             lines.append(f"worker {pid}, {age:.1f} s old, threads {threads}")
     for group in gc.get_objects():
         if isinstance(group, standby.Workers):
-            lines.append(f"{group._next=} {group._given=}")
+            lines.append(f"{group._next=} {group.given=}")
     return "\n".join(lines)
 
 

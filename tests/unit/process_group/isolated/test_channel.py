@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from typing import Any, Iterator
+from typing import Iterator
 
 import pytest
 
@@ -19,13 +19,9 @@ from torchft.process_group.isolated.operation import WorkerFailed, _OpMetadata
 AGES = timedelta(seconds=30)
 
 
-def no_sharing(*_: Any) -> Any:
-    raise AssertionError("there are no tensors")
-
-
 @pytest.fixture
 def channel() -> Iterator[Channel]:
-    channel = Channel("test", no_sharing)
+    channel = Channel("test", {})
     yield channel
     channel.close(RuntimeError("the test is over"))
     channel.theirs.close()
@@ -48,9 +44,9 @@ def test_nothing_is_left_of_a_channel_that_has_ended(channel: Channel) -> None:
 def test_a_callback_may_wait_for_another_operation(channel: Channel) -> None:
     first, second = (channel.request(protocol.CHECK, 60.0) for _ in range(2))
     future = channel.get_future(first, [], None).then(lambda _: second.wait(AGES.total_seconds()))
-    protocol.send(channel.theirs, (first.op_id, (), None))
+    protocol.send(channel.theirs, (first.op_id, None, None))
     assert first.wait(AGES.total_seconds()) and not second.done
-    protocol.send(channel.theirs, (second.op_id, (), None))
+    protocol.send(channel.theirs, (second.op_id, None, None))
     assert future_wait(future, AGES) is True
     end_worker(channel)
 
@@ -67,7 +63,7 @@ def test_a_future_ends_with_the_channel(channel: Channel) -> None:
 def test_a_drain_does_not_end_while_another_thread_looks_at_the_queued_operations(channel: Channel) -> None:
     """`errored` of one thread and an operation of another may do so at the same time."""
     op = channel.request(protocol.CHECK, 60.0)
-    op.marks = ((1, b"mark"),)
+    op.mark = b"mark"
     channel.devices.hold(op)
     drained: list[bool] = []
 
@@ -82,7 +78,7 @@ def test_a_drain_does_not_end_while_another_thread_looks_at_the_queued_operation
 
         def close(self) -> None: ...
 
-    channel.devices._sharings[1] = Device()  # type: ignore[assignment]
+    op.sharing = Device()  # type: ignore[assignment]
     channel.devices.release_reached()
     assert drained == [False] and channel.devices.queued
 
@@ -97,9 +93,9 @@ class NeverReached:
 
 
 def test_the_wait_for_the_device_ends_with_the_worker(channel: Channel) -> None:
-    channel.devices._sharings[1] = NeverReached()  # type: ignore[assignment]
     op = channel.request(protocol.CHECK, 60.0)
-    channel._handle(op.op_id, ((1, b"mark"),), None)
+    op.sharing = NeverReached()  # type: ignore[assignment]
+    channel._handle(op.op_id, b"mark", None)
     assert not channel.drain(0.0)
     end_worker(channel)
     assert channel.drain(AGES.total_seconds() / 10)
@@ -124,9 +120,9 @@ class Streams:
 
 def queued(channel: Channel, streams: Streams, timeout_sec: float = 60.0) -> _OpMetadata:
     """An operation that the worker has queued on its device."""
-    channel.devices._sharings[1] = streams  # type: ignore[assignment]
     op = channel.request(protocol.CHECK, timeout_sec)
-    channel._handle(op.op_id, ((1, b"mark"),), None)
+    op.sharing = streams  # type: ignore[assignment]
+    channel._handle(op.op_id, b"mark", None)
     return op
 
 
@@ -165,7 +161,7 @@ def test_the_host_waits_until_the_deadline_where_a_stream_cannot(channel: Channe
 
 
 def test_the_last_words_of_a_worker_that_has_ended_are_read(channel: Channel) -> None:
-    protocol.send(channel.theirs, (0, (), protocol.encode_error(RuntimeError("COMM_ERROR"))))
+    protocol.send(channel.theirs, (0, None, protocol.encode_error(RuntimeError("COMM_ERROR"))))
     end_worker(channel)
     wait_until(lambda: channel.broken is not None)
     assert "COMM_ERROR" in str(channel.broken)
@@ -199,8 +195,8 @@ class Broken:
 
 def test_an_operation_ends_when_its_memory_cannot_be_released(channel: Channel) -> None:
     op = channel.request(protocol.CHECK, 60.0)
-    op.registrations = [(0, Broken(release=OSError("no device")))]
-    channel._handle(op.op_id, (), None)
+    op.registrations = [Broken(release=OSError("no device"))]  # type: ignore[list-item]
+    channel._handle(op.op_id, None, None)
     assert op.wait(0.0)
     assert "no device" in str(op.error)
     end_worker(channel)

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from torchft.process_group.isolated import cuda
+from torchft.process_group.isolated.sharing import Registration
 
 
 class Cuda:
@@ -176,19 +177,31 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
     cuda._exports.clear()
 
 
-def ends() -> tuple[cuda.TrainerEnd, cuda.WorkerEnd, list[Any]]:
-    """Returns the trainer's end, the worker's end, and the notes between them, which the test delivers."""
-    notes: list[Any] = []
+Notes = list[tuple[Any, Optional[Registration]]]
 
-    def notify(note: Any, descriptor: Optional[int]) -> None:
+
+def ends() -> tuple[cuda.TrainerEnd, cuda.WorkerEnd, Notes]:
+    """Returns the trainer's end, the worker's end, and the notes between them, which `deliver` delivers."""
+    notes: Notes = []
+
+    def notify(note: Any, descriptor: Optional[int], held: Optional[Registration]) -> None:
         if note[0] == cuda._DROP:
-            notes.append(note)
+            notes.append((note, held))
         else:
             worker.notified(note, None if descriptor is None else os.dup(descriptor))
 
     worker = cuda.WorkerEnd()
 
     return cuda.TrainerEnd(notify), worker, notes
+
+
+def deliver(notes: Notes, worker: cuda.WorkerEnd) -> None:
+    """What the two processes do: the worker reads a note, and answers it."""
+    while notes:
+        note, held = notes.pop(0)
+        worker.notified(note, None)
+        assert held is not None
+        held.release()
 
 
 # Memory
@@ -239,8 +252,7 @@ def test_memory_is_identified_by_its_storage_not_by_its_address(fake: Cuda) -> N
         # The allocator reuses the same address again and again.
         tensor = torch.full((1000,), float(value))
         registration = trainer.register(tensor, True, True)
-        while notes:
-            worker.notified(notes.pop(0), None)
+        deliver(notes, worker)
         assert worker.borrow(registration.ref)[0].item() == value
         refs.append(registration.ref[0])
         registration.release()
@@ -283,12 +295,9 @@ def test_memory_is_returned_when_the_worker_has_dropped_it(fake: Cuda) -> None:
     del tensor
     assert not notes, "no note is sent from within the garbage collector"
     worker.borrow(trainer.register(other, True, True).ref)
-    assert len(notes) == 1 and not fake.released
-    assert trainer.reached(worker.mark()) is False
-    assert not fake.released, "the worker has not read the note yet"
-    worker.notified(notes.pop(), None)
+    assert len(notes) == 1 and not fake.released, "the worker has not read the note yet"
+    deliver(notes, worker)
     assert len(worker._imports) == 1
-    trainer.reached(worker.mark())
     assert fake.released == [(b"counters", 0)]
     trainer.register(other, True, True)
     assert not notes
@@ -376,7 +385,7 @@ def test_a_forked_child_does_not_change_the_counters(fake: Cuda) -> None:
 
 
 def test_a_worker_that_has_failed_may_be_noticed_while_exporting(fake: Cuda) -> None:
-    def notify(note: Any, descriptor: Optional[int]) -> None:
+    def notify(*_: object) -> None:
         trainer.close()
         raise RuntimeError("the worker process has ended")
 
@@ -405,7 +414,7 @@ def test_what_cannot_be_registered_is_refused(
 
 
 def test_without_a_device_a_tensor_is_refused_by_name() -> None:
-    trainer = cuda.TrainerEnd(lambda note, descriptor: None)
+    trainer = cuda.TrainerEnd(lambda *_: None)
     with pytest.raises(RuntimeError, match=r"tensor on cpu: .* memory of CUDA"):
         trainer.register(torch.ones(2), True, True)
     trainer.close()
@@ -511,18 +520,3 @@ def test_streams_are_freed_and_the_page_is_used_again_when_the_worker_has_ended(
     assert next_one._page is page
     assert not next_one.reached(next_worker.mark()), "it continues from the value that was written"
     next_one.close()
-
-
-def test_a_value_confirms_the_notes_too(fake: Cuda) -> None:
-    fake.driver = Driver()
-    trainer, worker, notes = ends()
-    tensor = torch.ones(4)
-    trainer.register(tensor, True, True).release()
-    del tensor
-    other = trainer.register(torch.ones(5), True, True)
-    worker.notified(notes.pop(), None)
-    assert not fake.released
-    trainer.follow(worker.mark())
-    assert fake.released == [(b"counters", 0)]
-    other.release()
-    trainer.close()

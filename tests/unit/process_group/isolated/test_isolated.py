@@ -104,3 +104,23 @@ def test_a_stopped_worker_is_killed(pair: list[ProcessGroup], monkeypatch: pytes
     with pytest.raises(RuntimeError, match="does not respond"):
         pending(isolated).wait()
     wait_until(lambda: pid not in workers(), "it is killed")
+
+
+def test_a_stopped_worker_that_is_sent_more_than_a_socket_holds_is_killed(
+    pair: list[ProcessGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that sends waits for it."""
+    monkeypatch.setattr(channel_module, "_PING_EVERY_SEC", 0.05)
+    monkeypatch.setattr(channel_module, "_UNRESPONSIVE_SEC", 0.3)
+    isolated = pair[1]
+    isolated.set_timeout(timedelta(milliseconds=100))
+    pid = worker()
+    os.kill(pid, signal.SIGSTOP)
+
+    def send_many() -> None:
+        for _ in range(100_000):
+            pending(isolated)
+
+    with pytest.raises(RuntimeError, match="does not respond"):
+        send_many()
+    wait_until(lambda: pid not in workers(), "it is killed")

@@ -332,7 +332,7 @@ def test_the_error_of_a_worker_that_cannot_be_forked_names_the_cause(monkeypatch
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(os, "fork", fork)
-    channel = channel_module.Channel("a group", lambda *_: None)  # type: ignore[arg-type,return-value]
+    channel = channel_module.Channel("a group", {})
     with channel.theirs:
         server_module.spawn({}, channel.theirs, channel.theirs, None)
     wait_until(lambda: channel.broken is not None, "the reader has the error")

@@ -68,11 +68,11 @@ class Device:
 
 
 def page_of(device: Device) -> Page:
-    taken = Pages(lambda: device).take("any stream")
-    assert taken is not None
+    page = Pages(lambda: device).take("any stream")
+    assert page is not None
     device.waits.clear()
     device.held = True
-    return taken[0]
+    return page
 
 
 def test_a_stream_waits_for_the_value_of_the_worker() -> None:
@@ -152,17 +152,15 @@ def test_the_next_worker_continues_from_the_values_of_the_page() -> None:
     """Otherwise a stream that comes late to a wait for the earlier worker would wait again."""
     device = Device()
     pages = Pages(lambda: device)
-    taken = pages.take("s")
-    assert taken is not None
-    page, _ = taken
+    page = pages.take("s")
+    assert page is not None
     for start in (TOP, 5):  # also past the largest value
         page[0] = start
         slot, value = WrittenValues(page).mark("a stream")
         assert (slot, value) == (0, (start + 1) & TOP) and page[slot] == value
-    pages.give_back(taken)
-    assert pages.take("s") is taken and len(device.registered) == 1
-    other = pages.take("s")
-    assert other is not None and other[0] is not page, "two workers at a time have a page each"
+    pages.give_back(page)
+    assert pages.take("s") is page and len(device.registered) == 1
+    assert pages.take("s") not in (None, page), "two workers at a time have a page each"
 
 
 @pytest.mark.parametrize("refuses", ["register", "write", "wait", "all"])

@@ -106,3 +106,7 @@ def worker() -> Sharing:
     end = isolated.worker()
     end._marks.event = lambda mark, device: None  # type: ignore[attr-defined]
     return end
+
+
+def prepare(device: torch.device) -> None:
+    isolated.prepare(device)

@@ -5,18 +5,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, ContextManager, List, Optional, TypeVar, Union
+from typing import Any, ContextManager, List, Optional, TypeVar
 
 import torch
-from torch.distributed import ReduceOp, Work
-from torch.distributed.distributed_c10d import (
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-)
+from torch.distributed import Work
+from torch.distributed.distributed_c10d import AllreduceCoalescedOptions
 
 from torchft.process_group._errors import explained, refuse_meta
 from torchft.process_group._gloo.operations import Operations
-from torchft.process_group.base import _NO_OPTIONS, BaseProcessGroup, ProcessGroup, add_operations
+from torchft.process_group.base import (
+    _NO_OPTIONS,
+    BaseProcessGroup,
+    ProcessGroup,
+    add_operations,
+    reduction_options,
+)
 from torchft.process_group.checked import Checker
 
 T = TypeVar("T")
@@ -89,21 +92,9 @@ class Forwarding(ProcessGroup):
                 work = operations.guard(work, name, args)
             return self._wrap_work(work, None if opts is _NO_OPTIONS else opts)
 
-    def allreduce_coalesced(
-        self,
-        tensors: List[torch.Tensor],
-        opts: Union[AllreduceCoalescedOptions, AllreduceOptions, ReduceOp],
-    ) -> Work:
+    def allreduce_coalesced(self, tensors: List[torch.Tensor], opts: Any) -> Work:
         # PyTorch accepts only this class of options here.
-        if not isinstance(opts, AllreduceCoalescedOptions):
-            coalesced = AllreduceCoalescedOptions()
-            if isinstance(opts, AllreduceOptions):
-                coalesced.reduceOp = opts.reduceOp
-                coalesced.timeout = opts.timeout
-            else:
-                coalesced.reduceOp = opts
-            opts = coalesced
-        return self._run("allreduce_coalesced", tensors, opts=opts)
+        return super().allreduce_coalesced(tensors, reduction_options(opts, AllreduceCoalescedOptions))
 
     def monitored_barrier(self, timeout: Optional[timedelta] = None, wait_all_ranks: bool = False) -> None:
         """Waits until all ranks have called it; otherwise raises an error that names the missing ranks.

@@ -62,16 +62,11 @@ class _Deadline:
         self._peers = None if parent is None else weakref.ref(parent)
 
     @property
-    def peers(self) -> Optional[ProcessGroup]:
-        """The native group that the operation began with; None if it was destroyed."""
-        return None if self._peers is None else self._peers()
-
-    @property
     def over(self) -> bool:
         """Whether the group was aborted, or got new peers, since the operation began."""
         if self._peers is None:
             return False
-        peers = self.peers
+        peers = self._peers()
         return peers is None or peers is not getattr(self._pg(), "_pg", None)
 
     def __call__(self) -> None:
@@ -100,10 +95,6 @@ class _WorkAcceleratorTimeout(_OrderedByWait):
         self._deadline = deadline_of(pg)
         self._device: Optional[torch.device] = None  # device of the tensors; None: the current one
 
-    @property
-    def _over(self) -> bool:
-        return self._deadline.over
-
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
         """Makes the current stream wait for the operation; the host continues. RuntimeError: the group was
         aborted, or got new peers, since the operation began.
@@ -129,7 +120,7 @@ class _WorkAcceleratorTimeout(_OrderedByWait):
         return RuntimeError(f"{name}: the operation ended with its group, which was aborted or has new peers")
 
     def _refuse_if_over(self) -> None:
-        if self._over:
+        if self._deadline.over:
             raise self._ended()
 
     def get_future(self) -> torch.futures.Future[object]:
@@ -151,10 +142,10 @@ class _WorkAcceleratorTimeout(_OrderedByWait):
 
     def is_success(self) -> bool:
         # PyTorch reports success for an operation that an abort ended.
-        return not self._over and self._work.is_success()
+        return not self._deadline.over and self._work.is_success()
 
     def exception(self) -> object:
-        return self._ended() if self._over else self._work.exception()
+        return self._ended() if self._deadline.over else self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
         return self._work.result()

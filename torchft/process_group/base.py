@@ -386,6 +386,16 @@ def configure_group(pg: ProcessGroup, peers: NewPeers, options: Optional[Reconfi
         pg._handed = None
 
 
+def reduction_options(opts: Any, kind: type) -> Any:
+    """Options of this class for a reduction, given a ReduceOp or options of any class that have one."""
+    if isinstance(opts, kind):
+        return opts
+    made: Any = kind()
+    made.reduceOp = getattr(opts, "reduceOp", opts)
+    made.timeout = getattr(opts, "timeout", made.timeout)
+    return made
+
+
 def add_operations(group: type[ProcessGroup], names: Iterable[str]) -> None:
     """Gives a class that has `_run` further operations that PyTorch's functions call (dist.reduce,
     dist.all_gather_into_tensor, ...). PyTorch's version decides which of them exist.

@@ -7,17 +7,17 @@ import os
 import threading
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ClassVar, Iterator, List, Optional, Tuple
+from typing import Any, ClassVar, Iterator, List, Optional
 
 import torch
 import torch.distributed as dist
-from torch.distributed import AllToAllOptions, HashStore, Store, Work
+from torch.distributed import HashStore, Store
 
 from torchft._nccl_env import DUMP_ENV, dump_setting, ends_survivors
 from torchft.process_group._attempt import running
 from torchft.process_group._first_operation import first_operation
 from torchft.process_group.accelerator import _NEVER, AcceleratorProcessGroup
-from torchft.process_group.base import BaseProcessGroup, ProcessGroup
+from torchft.process_group.base import _NO_OPTIONS, BaseProcessGroup, ProcessGroup
 from torchft.utils import out_of_memory, poll
 
 TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
@@ -128,43 +128,30 @@ _NAMED_AFTER_FIRST_GROUP = (
     TORCHFT_TRIGGER_FR_ON_ABORT,
 )
 
-_Slices = Tuple[torch.Tensor, torch.Tensor, List[int], List[int]]
 
-
-def with_sizes(
-    output: torch.Tensor, given: torch.Tensor, sizes: List[int], given_sizes: List[int], n: int
-) -> _Slices:
-    """Returns the arguments of an all-to-all operation with the sizes of the slices, also if all are equal.
+class WithSizes(ProcessGroup):
+    """A group on NCCL: an all-to-all operation gets the sizes of its slices, also if all are equal.
 
     Without sizes PyTorch calls ncclAlltoAll, where NCCL has it. On a non-blocking communicator that returns
     "in progress" while it connects with the peers, and PyTorch's older backend takes this for an error. With
     sizes the backend sends and receives the slices one by one, and waits for the connections.
-
-    Args:
-        sizes, given_sizes: of the slices of both tensors, along the first dimension; empty: equal ones.
     """
-    both = output, given
-    # PyTorch refuses the last.
-    if sizes or given_sizes or any(t.numel() % n or not t.is_contiguous() for t in both):
-        return output, given, sizes, given_sizes
-    if any(t.dim() == 0 or t.shape[0] % n for t in both):
-        output, given = output.view(-1), given.view(-1)
-    return output, given, [output.shape[0] // n] * n, [given.shape[0] // n] * n
 
+    def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:
+        if name == "alltoall_base":
+            args = self._with_sizes(*args)
+        return super()._run(name, *args, opts=opts)
 
-class WithSizes(ProcessGroup):
-    """A group on NCCL: an all-to-all operation gets the sizes of its slices."""
-
-    def alltoall_base(
-        self,
-        output_buffer: torch.Tensor,
-        input_buffer: torch.Tensor,
-        output_split_sizes: List[int],
-        input_split_sizes: List[int],
-        opts: AllToAllOptions,
-    ) -> Work:
-        slices = with_sizes(output_buffer, input_buffer, output_split_sizes, input_split_sizes, self.size())
-        return super().alltoall_base(*slices, opts)
+    def _with_sizes(
+        self, output: torch.Tensor, given: torch.Tensor, sizes: List[int], given_sizes: List[int]
+    ) -> tuple[Any, ...]:
+        both, n = (output, given), self.size()
+        # PyTorch refuses the last.
+        if sizes or given_sizes or any(t.numel() % n or not t.is_contiguous() for t in both):
+            return output, given, sizes, given_sizes
+        if any(t.dim() == 0 or t.shape[0] % n for t in both):
+            output, given = output.view(-1), given.view(-1)
+        return output, given, [output.shape[0] // n] * n, [given.shape[0] // n] * n
 
 
 def nccl_options(timeout: timedelta, global_ranks: Optional[List[int]]) -> Any:

@@ -34,6 +34,7 @@ from torchft import process_group
 from torchft.process_group import (
     TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR,
     TORCHFT_TRIGGER_FR_ON_ABORT,
+    ProcessGroupBaby,
     ProcessGroupBabyNCCL,
     ProcessGroupNCCL,
     ProcessGroupXCCL,
@@ -337,7 +338,9 @@ def test_equal_slices_have_sizes(make: Callable[..., Any], monkeypatch: pytest.M
     group = make(timeout=TIMEOUT)
     parent = Parent()
     if isinstance(group, ProcessGroupBabyNCCL):
-        monkeypatch.setattr(group, "_run", lambda name, *args, opts: parent.alltoall_base(*args, opts))
+        monkeypatch.setattr(
+            ProcessGroupBaby, "_run", lambda _, name, *args, opts: parent.alltoall_base(*args, opts)
+        )
     else:
         group._pg = parent
     monkeypatch.setattr(group, "size", lambda: 2)

@@ -24,6 +24,7 @@ from torchft.process_group.base import (
     NewPeers,
     ProcessGroup,
     add_operations,
+    reduction_options,
 )
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.isolated import protocol
@@ -273,7 +274,7 @@ class ProcessGroupBaby(ProcessGroup):
         elif opts is _NO_OPTIONS:
             opts = None
         elif name in ("allreduce", "allreduce_coalesced"):
-            opts = _reduction(opts, protocol.OPERATIONS[name][-1])
+            opts = reduction_options(opts, protocol.OPERATIONS[name][-1])
         elif name == "broadcast":
             # The root's tensors are only read, those of the others only written, so each is copied in one
             # direction at most.
@@ -298,16 +299,6 @@ class ProcessGroupBaby(ProcessGroup):
 
 
 add_operations(ProcessGroupBaby, [name for name in protocol.OPERATIONS if name not in vars(ProcessGroup)])
-
-
-def _reduction(opts: Any, kind: type) -> Any:
-    """Options whose only field is the reduction, given other options or a reduction."""
-    if type(opts) is kind:
-        return opts
-    made: Any = kind()
-    made.reduceOp = getattr(opts, "reduceOp", opts)
-    made.timeout = getattr(opts, "timeout", made.timeout)
-    return made
 
 
 def _given_ms() -> int:

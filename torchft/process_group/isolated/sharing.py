@@ -6,7 +6,7 @@ a `Borrowing`, the worker's. Each device type has a module with these functions:
 
     def trainer(notify: Notify) -> Sharing: ...   # the trainer's end, one for each worker
     def worker() -> Borrowing: ...            # the worker's end
-    def prepare(device) -> None: ...          # optional; worker: makes the device current, with a context
+    def prepare(device) -> None: ...          # worker: makes the device current, with a context; not on a CPU
     def share(tensor) -> bool: ...            # optional; trainer: see `ProcessGroup.share_buffer`
 
 `ProcessGroupBaby._sharing` names the module for each `tensor.device.type`. The course of an operation:

@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import os
 import socket
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -88,16 +89,13 @@ class Worker:
         pytorch: str,
         sharing: dict[str, str],
         prepare: int | None,
-        **_: Any,
     ) -> None:
-        import sys
-
         # Two versions differ in options and handles of memory: the result could be wrong without an error.
         if pytorch != torch.__version__:
             raise RuntimeError(
                 f"the worker has imported PyTorch {torch.__version__} from {torch.__path__[0]}, and the "
-                "trainer has "
-                f"PyTorch {pytorch}: the trainer's sys.path must name the folder of its own PyTorch first"
+                f"trainer has PyTorch {pytorch}: the trainer's sys.path must name the folder of its own "
+                "PyTorch first"
             )
         sys.path[:] = path
         module, name = group.split(":")
@@ -108,7 +106,7 @@ class Worker:
         self._modules = sharing
         # One thread, because this process only transfers data, and the trainer's threads need the processors.
         torch.set_num_threads(1)
-        if prepare is not None and found._device != "cpu":
+        if prepare is not None:
             self._prepare(found._device, prepare)
 
     def _module(self, device: str) -> ModuleType:
@@ -116,15 +114,14 @@ class Worker:
 
     def _prepare(self, device: str, index: int) -> None:
         """Makes `index` the current device, and creates its context."""
-        prepare = getattr(self._module(device), "prepare", None)
-        if prepare is not None:
-            prepare(torch.device(device, index))
+        if device != "cpu":
+            self._module(device).prepare(torch.device(device, index))
 
     def _sharing(self, device: int) -> Borrowing:
         if device not in self._sharings:
             name = protocol.DEVICES[device]
             # A host backend also accepts tensors on a device, which is prepared when the first one arrives.
-            if name != "cpu" and name != self._group._device:
+            if name != self._group._device:
                 self._prepare(name, self._index)
             self._sharings[device] = self._module(name).worker()
         return self._sharings[device]
@@ -177,8 +174,7 @@ class Worker:
         os.environ.update(environment)
         group = self._group
         self._index = device
-        if group._device != "cpu":
-            self._prepare(group._device, device)
+        self._prepare(group._device, device)
         group._worker_timeout = timedelta(seconds=timeout)
         group._worker_global_ranks = global_ranks
         store = meeting_store(store_addr, world_size, timedelta(seconds=connect_timeout))

@@ -9,7 +9,7 @@ from torch.distributed import ReduceOp, TCPStore
 from tests.gpu.device import DEVICE
 from tests.unit.process_group.ranks import TIMEOUT, connect, on_ranks
 from tests.unit.quantization.interpreted import compare_all
-from torchft._quantization.exchange import RankedGroup, _StreamWork
+from torchft._quantization.exchange import _StreamWork
 from torchft.collectives import allreduce_quantized
 from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 from torchft.quantization import fused_dequantize_from_fp8, fused_quantize_into_fp8, fused_reduce_fp8
@@ -54,7 +54,7 @@ def test_nccl_queues_everything_on_a_stream(store: TCPStore) -> None:
         tensor.zero_()
         fused_dequantize_from_fp8([tensor], exchange.gather(buffer), 1)
 
-    work = _StreamWork(run, [tensor], [tensor], RankedGroup(group), None)
+    work = _StreamWork(run, [tensor], [tensor], group, None)
     assert work.wait() and work.get_future().wait()[0] is tensor
     assert tensor.unique().tolist() == [3.0]
     group.shutdown()

@@ -36,32 +36,30 @@ _GATHER_TAG = 0x71F7_0003
 _DESCRIPTION_BYTES = 512
 
 
-class RankedGroup:
-    """An adapter for process groups of torchft, of PyTorch, or of another project, which may lack torchft's
-    methods.
-
-    Args:
-        pg: the group.
-
-    Attributes:
-        on_host: whether the backend is Gloo, or a wrapper of it.
+def _peers_of(pg: BaseProcessGroup) -> Any:
+    """What is replaced when the group gets new peers: its innermost group, or its worker process. A group of
+    PyTorch or of another project keeps them.
     """
+    return getattr(pg, "_peers_now", lambda: pg)()
 
-    def __init__(self, pg: BaseProcessGroup) -> None:
-        self.pg: Any = pg
-        self._find: Callable[[], Any] = getattr(pg, "_peers_now", lambda: pg)
-        name = pg.getBackendName() if hasattr(pg, "getBackendName") else pg.name()
-        self.on_host = "gloo" in name.lower()
 
-    def peers(self) -> Any:
-        """What is replaced when the group gets new peers: its innermost group, or its worker process."""
-        return self._find()
+def _on_host(pg: BaseProcessGroup) -> bool:
+    """Whether the backend is Gloo, or a wrapper of it."""
+    return "gloo" in (pg.getBackendName() if hasattr(pg, "getBackendName") else pg.name()).lower()
 
 
 class Exchange:
-    """Two exchanges of a buffer with a slice for each rank."""
+    """Two exchanges of a buffer with a slice for each rank, among the present peers of a group."""
 
-    rank: int
+    def __init__(self, pg: BaseProcessGroup) -> None:
+        self._pg: Any = pg
+        self._peers = weakref.ref(_peers_of(pg))
+        self.rank: int = pg.rank()
+        self.ranks: int = pg.size()
+
+    def has_other_peers(self) -> bool:
+        """Whether the group got new peers since. An error of the group says that it has none."""
+        return _peers_of(self._pg) is not self._peers()
 
     def scatter(self, buffer: torch.Tensor) -> torch.Tensor:
         """All to all: slice i of the result is the slice for this rank in the buffer of rank i."""
@@ -90,11 +88,11 @@ def start(
     """
     if not any(tensor.numel() for tensor in tensors):
         return _DummyWork(result)
-    ranks, device = RankedGroup(process_group), tensors[0].device
-    if device.type == "cpu" or ranks.on_host:
+    device = tensors[0].device
+    if device.type == "cpu" or _on_host(process_group):
         kinds = ", ".join(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors)
-        return _start_on_host(run, f"{what}: {kinds}", device, result, ranks, stream)
-    return _StreamWork(run, tensors, result, ranks, stream)
+        return _start_on_host(run, f"{what}: {kinds}", device, result, process_group, stream)
+    return _StreamWork(run, tensors, result, process_group, stream)
 
 
 @functools.cache
@@ -109,17 +107,13 @@ def _own_stream(device: torch.device) -> torch.Stream:
 
 
 class _StreamExchange(Exchange):
-    def __init__(self, ranks: RankedGroup) -> None:
-        self._pg = ranks.pg
-        self.rank = ranks.pg.rank()
-
     def scatter(self, buffer: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(buffer)
         self._pg.alltoall_base(received, buffer, [], [], AllToAllOptions()).wait()
         return received
 
     def gather(self, buffer: torch.Tensor) -> torch.Tensor:
-        mine = buffer.view(self._pg.size(), -1)[self.rank].clone()
+        mine = buffer.view(self.ranks, -1)[self.rank].clone()
         self._pg.allgather_into_tensor_coalesced([buffer], [mine], AllgatherOptions()).wait()
         return buffer
 
@@ -132,19 +126,18 @@ class _StreamWork(_OrderedByWait):
         run: Callable[[Exchange], None],
         tensors: Sequence[torch.Tensor],
         result: object,
-        ranks: RankedGroup,
+        pg: BaseProcessGroup,
         stream: Optional[torch.Stream],
     ) -> None:
         super().__init__()
         self._result = result
-        self._ranks = ranks
-        self._peers = weakref.ref(ranks.peers())
+        self._exchange = _StreamExchange(pg)
         device = tensors[0].device
         before = DeviceEvent([device])
         own = _own_stream(device) if stream is None else stream
         with get_stream_context(own):
             before.follow()
-            run(_StreamExchange(ranks))
+            run(self._exchange)
             for tensor in tensors:
                 tensor.record_stream(own)
             self._end = DeviceEvent([device])
@@ -154,8 +147,8 @@ class _StreamWork(_OrderedByWait):
     def _over(self) -> bool:
         """Whether the group was aborted, or got new peers, since: then the outputs are undefined."""
         try:
-            return self._ranks.peers() is not self._peers()
-        except (AssertionError, RuntimeError):  # an aborted group has no peers
+            return self._exchange.has_other_peers()
+        except (AssertionError, RuntimeError):
             return True
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
@@ -186,25 +179,21 @@ class _StreamWork(_OrderedByWait):
 
 
 class _HostExchange(Exchange):
-    def __init__(self, ranks: RankedGroup, what: str, device: torch.device) -> None:
-        self._group = ranks
-        self._pg = ranks.pg
-        self._ranks = ranks.pg.size()
-        self.rank = ranks.pg.rank()
+    def __init__(self, pg: BaseProcessGroup, what: str, device: torch.device) -> None:
+        super().__init__(pg)
         self._what = what
         self._device = device
-        self.peers = weakref.ref(ranks.peers())
 
     def scatter(self, buffer: torch.Tensor) -> torch.Tensor:
         self._compare()
-        mine = buffer.cpu().view(self._ranks, -1)
+        mine = buffer.cpu().view(self.ranks, -1)
         received = torch.empty_like(mine)
         received[self.rank] = mine[self.rank]
         self._swap(_SCATTER_TAG, lambda peer: mine[peer], lambda peer: received[peer])
         return received.view(-1).to(self._device)
 
     def gather(self, buffer: torch.Tensor) -> torch.Tensor:
-        all = buffer.cpu().view(self._ranks, -1)
+        all = buffer.cpu().view(self.ranks, -1)
         self._swap(_GATHER_TAG, lambda peer: all[self.rank], lambda peer: all[peer])
         return all.view(-1).to(self._device)
 
@@ -213,9 +202,9 @@ class _HostExchange(Exchange):
     ) -> None:
         """Exchanges a tensor with every peer, and waits for all of them."""
         other_peers = "the process group got other peers in the middle of a quantized collective"
-        others = [peer for peer in range(self._ranks) if peer != self.rank]
+        others = [peer for peer in range(self.ranks) if peer != self.rank]
         try:
-            if self._group.peers() is not self.peers():
+            if self.has_other_peers():
                 raise RuntimeError(other_peers)
             works = [self._pg.recv([received(peer)], peer, tag) for peer in others]
             works += [self._pg.send([sent(peer)], peer, tag) for peer in others]
@@ -226,10 +215,10 @@ class _HostExchange(Exchange):
 
     def _compare(self) -> None:
         """Raises if a peer runs another operation, whose buffers would have other sizes."""
-        all = torch.zeros(self._ranks, _DESCRIPTION_BYTES, dtype=torch.uint8)
+        all = torch.zeros(self.ranks, _DESCRIPTION_BYTES, dtype=torch.uint8)
         all[self.rank] = _encode(self._what)
         self._swap(_DESCRIPTION_TAG, lambda peer: all[self.rank], lambda peer: all[peer])
-        for peer in range(self._ranks):
+        for peer in range(self.ranks):
             if not torch.equal(all[peer], all[self.rank]):
                 here, there = repr(_decode(all[self.rank])), repr(_decode(all[peer]))
                 allowed = (
@@ -257,14 +246,6 @@ _last: weakref.WeakKeyDictionary[Any, _HostWork] = weakref.WeakKeyDictionary()
 _last_lock = threading.Lock()
 
 
-def _enqueue(work: _HostWork, peers: Any) -> Optional[_HostWork]:
-    """Registers the last work among these peers. Returns the work that has to end first, or None."""
-    with _last_lock:
-        previous = _last.get(peers)
-        _last[peers] = work
-    return None if previous is None or previous._ended.is_set() else previous
-
-
 def _on_stream(
     run: Callable[[Exchange], None], device: torch.device, stream: Optional[torch.Stream]
 ) -> Callable[[Exchange], None]:
@@ -286,16 +267,20 @@ def _start_on_host(
     what: str,
     device: torch.device,
     result: object,
-    ranks: RankedGroup,
+    pg: BaseProcessGroup,
     stream: Optional[torch.Stream],
 ) -> _HostWork:
     """Runs `run` on a thread, after the previous work among the same peers."""
-    exchange = _HostExchange(ranks, what, device)
+    exchange = _HostExchange(pg, what, device)
     if device.type != "cpu":
         run = _on_stream(run, device, stream)
     work = _HostWork(result, [] if device.type == "cpu" else [device])
-    order = run, exchange, _enqueue(work, ranks.peers())
-    DeviceThread(target=work.run, args=order, name="torchft_quantized").start()
+    peers = _peers_of(pg)
+    with _last_lock:
+        previous, _last[peers] = _last.get(peers), work
+    if previous is not None and previous._ended.is_set():
+        previous = None
+    DeviceThread(target=work.run, args=(run, exchange, previous), name="torchft_quantized").start()
     return work
 
 

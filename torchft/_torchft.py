@@ -137,7 +137,7 @@ class _GoServer(_Native):
 
     __slots__ = ("_address",)
 
-    def _serve(self, start: str, *args: object) -> None:
+    def __init__(self, start: str, *args: object) -> None:
         self._open(start, *args)
         self._address: str = self._go.pyapi_Address(self._handle)
 
@@ -191,7 +191,7 @@ class ManagerServer(_GoServer):
         # A script may train twice. The second training of a group is no late life of the first one.
         self._training = replica_id.partition(":")[0], run_id()
         run = "" if self._training in _completed else None
-        self._serve(
+        super().__init__(
             "pyapi_ManagerServerStart",
             replica_id,
             lighthouse_addr,
@@ -435,7 +435,7 @@ class LighthouseServer(_GoServer):
             **files(),
         }
         arguments = json.dumps([f"--{name}={value}" for name, value in settings.items()])
-        self._serve("pyapi_LighthouseStart", arguments, announced_host(), False)
+        super().__init__("pyapi_LighthouseStart", arguments, announced_host(), False)
 
 
 class LighthouseClient(_Native):
@@ -506,15 +506,6 @@ class LighthouseClient(_Native):
         )
 
 
-class _LighthouseCommand(_GoServer):
-    """The server behind ``torchft_lighthouse``."""
-
-    __slots__ = ()
-
-    def __init__(self, arguments: str) -> None:
-        self._serve("pyapi_LighthouseStart", arguments, announced_host(), True)
-
-
 @contextmanager
 def _end_awaited() -> Iterator[Callable[[], object]]:
     """Yields a function that returns at (also earlier) SIGINT or SIGTERM. Then these end the process."""
@@ -550,22 +541,13 @@ def lighthouse_main() -> None:
             print(usage, end="")
             return
         with _end_awaited() as wait:
-            server = _LighthouseCommand(arguments)
+            server = _GoServer("pyapi_LighthouseStart", arguments, announced_host(), True)
             print(f"Lighthouse listening on: {server.address()}", flush=True)
             wait()
     except (ValueError, RuntimeError) as e:
         print(f"torchft_lighthouse: {e}", file=sys.stderr)
         sys.exit(2 if isinstance(e, ValueError) else 1)
     server.shutdown()  # a second signal ends the process at once
-
-
-class _Keeper(_GoServer):
-    """The process that keeps the slots of a host."""
-
-    __slots__ = ()
-
-    def __init__(self, root: str, bind: str, writer: str, keep_us: int) -> None:
-        self._serve("pyapi_KeeperStart", root, bind, announced_host(), writer, keep_us)
 
 
 def keep(root: str, bind: str, keep: timedelta, writer: list[str], began: Callable[[], None]) -> None:
@@ -585,7 +567,8 @@ def keep(root: str, bind: str, keep: timedelta, writer: list[str], began: Callab
     """
     _load(log_level="info")
     with _end_awaited() as wait:
-        keeper = _Keeper(root, bind, json.dumps(writer), _micros("keep", keep))
+        command, keep_us = json.dumps(writer), _micros("keep", keep)
+        keeper = _GoServer("pyapi_KeeperStart", root, bind, announced_host(), command, keep_us)
         began()
         wait()
     keeper.shutdown()  # a second signal ends the process at once

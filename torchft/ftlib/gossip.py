@@ -120,7 +120,7 @@ class _Node(_GoServer):
 
     def __init__(self, identity: Identity, config: dict[str, object], connect_timeout: timedelta) -> None:
         text = json.dumps({**identity._asdict(), **config})
-        self._serve("pyapi_GossipStart", text, _micros("connect_timeout", connect_timeout), security())
+        super().__init__("pyapi_GossipStart", text, _micros("connect_timeout", connect_timeout), security())
 
     def view(self, name: str, timeout: timedelta) -> tuple[Identity, View]:
         """Returns a view and this member's incarnation in it: the time, or more if that was taken."""

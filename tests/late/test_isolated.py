@@ -295,7 +295,7 @@ def test_the_next_worker_continues_in_the_same_page(late):
         for _ in range(3):
             end = group._worker.devices._sharings[protocol.DEVICES.index("late")]
             kill(group)
-            until(partial(lambda end: end._page is None, end))
+            until(partial(lambda end: end._closed, end))
             configure(group)
             x = full(3)
             with late.held():

@@ -256,7 +256,6 @@ class TrainerEnd(Sharing):
     def __init__(self, notify: Notify) -> None:
         self._notify = notify
         self._marks = _Marks()
-        self._page: Optional[Page] = None
         self._awaited: Optional[Awaited] = None
         # The device of the first tensor: a worker uses one device.
         self._device: Optional[torch.device] = None
@@ -269,21 +268,18 @@ class TrainerEnd(Sharing):
 
     def register(self, tensor: torch.Tensor, read: bool, write: bool) -> Registration:
         device = _check(tensor)
-        if self._device is None:
-            with self._lock:
-                if self._device is None:
-                    self._use(device)
-        if device != self._device:
-            raise ValueError(f"tensor on {device}: the other operations of this group were on {self._device}")
-        export = _hold(tensor.untyped_storage(), self)
         with self._lock:
-            closed = self._closed
-            if not closed:
-                self._held[export.id] = export
-                self._drop()
-        if closed:
-            _unhold([export], self)
-            raise RuntimeError("the worker of this group has ended")
+            if self._closed:
+                raise RuntimeError("the worker of this group has ended")
+            if self._device is None:
+                self._use(device)
+            if device != self._device:
+                raise ValueError(
+                    f"tensor on {device}: the other operations of this group were on {self._device}"
+                )
+            export = _hold(tensor.untyped_storage(), self)
+            self._held[export.id] = export
+            self._drop()
         return _Registration(tensor, _ref(tensor, export), self._registrations)
 
     def _use(self, device: torch.device) -> None:
@@ -298,7 +294,7 @@ class TrainerEnd(Sharing):
                 pages.give_back(page)
             raise
         if page is not None:
-            self._page, self._awaited = page, Awaited(page)
+            self._awaited = Awaited(page)
         self._device = device
 
     def _drop(self) -> None:
@@ -339,14 +335,13 @@ class TrainerEnd(Sharing):
     def close(self) -> None:
         self.free_streams()
         with self._lock:
-            self._closed = True
-            page, self._page = self._page, None
+            again, self._closed = self._closed, True
             held = list(self._held.values())
             self._held.clear()
             self._freed_exports.clear()
         self._registrations.clear()
-        if page is not None:
-            _pages_of(self._current()).give_back(page)
+        if self._awaited is not None and not again:
+            _pages_of(self._current()).give_back(self._awaited.page)
         _unhold(held, self)
         self._marks.clear()
 

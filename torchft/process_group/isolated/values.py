@@ -70,14 +70,14 @@ class Awaited:
     """The trainer's end of a page, for one worker."""
 
     def __init__(self, page: Page) -> None:
-        self._page = page
+        self.page = page
         self._last: dict[int, int] = {}  # by slot: the last value that a stream may wait for
         # Reentrant: the garbage collector may end a group on a thread that holds it.
         self._lock = threading.RLock()
         self._released = False
 
     def reached(self, slot: int, value: int) -> bool:
-        return reached(self._page[slot], value)
+        return reached(self.page[slot], value)
 
     def follow(self, stream: Any, slot: int, value: int) -> None:
         """Makes the stream wait for a value, until `release` at the latest."""
@@ -90,7 +90,7 @@ class Awaited:
             self._last[slot] = value if reached(value, last) else last
         # Without the lock: the driver blocks while the stream's queue is full, and `release` makes room. A
         # wait that is queued after `release` finds its value.
-        self._page.wait(stream, slot, value)
+        self.page.wait(stream, slot, value)
 
     def release(self) -> None:
         """Lets streams continue that wait for the worker, which has ended."""
@@ -98,7 +98,7 @@ class Awaited:
             self._released = True
             for slot, value in self._last.items():
                 if not self.reached(slot, value):
-                    self._page[slot] = value
+                    self.page[slot] = value
 
 
 class WrittenValues:

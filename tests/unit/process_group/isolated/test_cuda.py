@@ -512,11 +512,11 @@ def test_streams_are_freed_and_the_page_is_used_again_when_the_worker_has_ended(
     trainer.follow(mark)
     trainer.free_streams()
     assert trainer.reached(mark)
-    page = trainer._page
+    awaited = trainer._awaited
     trainer.close()
     trainer.close()
     next_one, next_worker, _ = ends()
     next_one.register(torch.ones(2), True, True)
-    assert next_one._page is page
+    assert awaited is not None and next_one._awaited is not None and next_one._awaited.page is awaited.page
     assert not next_one.reached(next_worker.mark()), "it continues from the value that was written"
     next_one.close()

@@ -12,7 +12,9 @@ from torch.distributed import ReduceOp, TCPStore
 
 from tests.unit.process_group.ranks import TIMEOUT, in_threads, meeting
 from torchft.process_group import ProcessGroup, ProcessGroupBaby, ProcessGroupBabyGloo
-from torchft.process_group.isolated import parent
+from torchft.process_group.isolated import parent, protocol
+from torchft.process_group.isolated.operation import operation
+from torchft.process_group.isolated.sharing import Registration, Sharing
 
 
 def test_more_operations_in_flight_than_a_socket_holds(alone: ProcessGroup) -> None:
@@ -136,6 +138,25 @@ def test_a_bad_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_ISOLATED_STANDBY", "yes")
     with pytest.raises(ValueError, match=r"TORCHFT_ISOLATED_STANDBY='yes': allowed are 0 \(off\) and 1"):
         ProcessGroupBabyGloo()
+
+
+def test_tensors_of_two_devices_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the work on both could not be kept."""
+    released: list[int] = []
+
+    class Registered(Registration):
+        def release(self) -> None:
+            released.append(self.ref)
+
+    class Device(Sharing):
+        def register(self, tensor: torch.Tensor, read: bool, write: bool) -> Registration:
+            return Registered(0)
+
+    monkeypatch.setattr(protocol, "DEVICES", ("cpu", "meta"))
+    tensors = [torch.ones(1), torch.ones(1, device="meta")]
+    with pytest.raises(RuntimeError, match="group: allreduce: tensors on cpu and meta: one device is needed"):
+        operation(lambda device: Device(), "group", "allreduce", (tensors, None), None, TIMEOUT)
+    assert released == [0]
 
 
 def test_the_base_class_has_no_backend() -> None:

@@ -12,7 +12,8 @@ from torch.distributed import Store
 from torchft.process_group._gloo.connections import GlooConnections
 from torchft.process_group._gloo.operations import Operations
 from torchft.process_group.base import BaseProcessGroup
-from torchft.process_group.wrapper import ProcessGroupWrapper, _set_timeout
+from torchft.process_group.native import set_operation_timeout
+from torchft.process_group.wrapper import ProcessGroupWrapper
 
 
 def gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta) -> BaseProcessGroup:
@@ -37,7 +38,7 @@ class ProcessGroupGloo(ProcessGroupWrapper):
         pg = gloo_group(store, rank, world_size, self._connect_timeout)
         if self._connect_timeout != self._timeout:
             # Applies to all operations except recv, for which PyTorch always uses the connection's timeout.
-            _set_timeout(pg, self._timeout)
+            set_operation_timeout(pg, self._timeout)
         return pg
 
     def _watch(self, pg: BaseProcessGroup, store: Store, rank: int, world_size: int) -> Optional[Operations]:

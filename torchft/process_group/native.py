@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from datetime import timedelta
 from functools import partial
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Callable, Optional
@@ -191,6 +192,15 @@ def _abort(name: str, pg: Any) -> None:
         pg.abort()
     except Exception:
         _logger.exception("%s: could not abort the old group", name)
+
+
+def set_operation_timeout(pg: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Sets the timeout of a group's operations that have none of their own."""
+    if hasattr(pg, "set_timeout"):
+        pg.set_timeout(timeout)
+    else:  # PyTorch < 2.8, whose Gloo keeps the timeout that it was made with
+        for device in pg._device_types:
+            pg._get_backend(device)._set_default_timeout(timeout)
 
 
 def reset_flight_recorder() -> None:

@@ -1,4 +1,8 @@
-"""A process group that creates one of PyTorch's for each set of peers, or forwards to another group."""
+"""A process group that creates one of PyTorch's for each set of peers, or forwards to another group.
+
+One class does it all: an abort on any thread may meet a connection, a hand-over or an operation in progress,
+and each step of these is safe only in view of the others.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +12,39 @@ import os
 import sys
 import threading
 import weakref
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Optional
+from typing import Any, ContextManager, List, NamedTuple, Optional, TypeVar
 
 import torch
 from torch.distributed import PrefixStore, Store, Work
+from torch.distributed.distributed_c10d import AllreduceCoalescedOptions
 
 from torchft._checks import check_positive
 from torchft._forked import refusal, threaded
 from torchft._handoff import Handed, hand_off, prepare
 from torchft.process_group._attempt import ConnectionAttempt, running
-from torchft.process_group._errors import copied, named_timeout
-from torchft.process_group._forwarding import Forwarding
+from torchft.process_group._errors import copied, explained, named_timeout, refuse_meta
 from torchft.process_group._gloo.operations import Operations
 from torchft.process_group._gloo.reaper import reap
-from torchft.process_group.base import BaseProcessGroup, NewPeers, ProcessGroup, configure_group
+from torchft.process_group.base import (
+    _NO_OPTIONS,
+    BaseProcessGroup,
+    NewPeers,
+    ProcessGroup,
+    add_operations,
+    configure_group,
+    reduction_options,
+)
 from torchft.process_group.checked import Checker, enabled
-from torchft.process_group.native import abort_group, connections_of, errors_of, reconfigure_group
+from torchft.process_group.native import (
+    abort_group,
+    connections_of,
+    errors_of,
+    reconfigure_group,
+    set_operation_timeout,
+)
 from torchft.process_group.reconfigure import (
     ReconfigureOptions,
     check_rank,
@@ -35,6 +54,10 @@ from torchft.process_group.reconfigure import (
     supports_reconfigure,
 )
 from torchft.work import _DummyWork
+
+T = TypeVar("T")
+
+_NO_CONTEXT = nullcontext()
 
 _logger: logging.Logger = logging.getLogger(__name__)
 
@@ -56,13 +79,13 @@ class _Connected(NamedTuple):
     store: Store  # in which the peers met
 
 
-class ProcessGroupWrapper(Forwarding):
+class ProcessGroupWrapper(ProcessGroup):
     """Connects its `parent` with peers, and forwards every operation to it.
 
     Without `pg` each `configure` replaces the parent by a new group from `_create_pg`. With `pg` that group
     is always the parent, and it is reconfigured itself.
 
-    Subclasses may override `_create_pg`, and what :class:`Forwarding` lets them override.
+    Subclasses may override `_create_pg`, `_opts_hook`, `_run_context` and `_wrap_work`.
 
     Args:
         timeout: default timeout of operations, and timeout of connecting to new peers.
@@ -103,6 +126,24 @@ class ProcessGroupWrapper(Forwarding):
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         """Creates a group whose ranks meet in `store`; all peers call it."""
         raise NotImplementedError(f"{type(self).__name__}._create_pg")
+
+    def _opts_hook(self, opts: T) -> T:
+        """The options that the parent gets instead of `opts`."""
+        return opts
+
+    def _wrap_work(self, work: Work, opts: object) -> Work:
+        """The work that the caller gets instead of the parent's `work`."""
+        return work
+
+    def _run_context(self) -> ContextManager[None]:
+        """Surrounds every call of the parent."""
+        return _NO_CONTEXT
+
+    def _check_tensors(self, name: str, args: tuple[Any, ...]) -> None:
+        """Refuses tensors that the parent cannot take."""
+        tensors = args[0] if len(args) == 1 else None  # mostly one flat list
+        if type(tensors) is not list or any(type(t) is not torch.Tensor or t.is_meta for t in tensors):
+            refuse_meta(self.getBackendName, name, args)
 
     @property
     def _connect_timeout(self) -> timedelta:
@@ -359,7 +400,7 @@ class ProcessGroupWrapper(Forwarding):
         self._timeout = timeout
         pg = self._pg
         if pg is not None:
-            _set_timeout(pg, timeout)
+            set_operation_timeout(pg, timeout)
 
     def errored(self) -> Optional[Exception]:
         return self._given_errored() if self._given_errored is not None else self._aborted
@@ -459,7 +500,13 @@ class ProcessGroupWrapper(Forwarding):
             _logger.exception("%s: could not abort the old group", self.getBackendName())
         self._dropping.append(reap(box))
 
+    # Operations
+
     def _in_flight(self) -> tuple[Optional[Operations], Optional[Checker]]:
+        """Returns two objects for the operations among the parent's present peers: the one that ends their
+        waits, None if the parent's abort does so; and the one that compares the calls of all ranks, None if
+        they are not compared.
+        """
         pg = self._pg
         if not self._given or type(pg) is not BaseProcessGroup:
             return self._operations, self._checker
@@ -479,6 +526,68 @@ class ProcessGroupWrapper(Forwarding):
                 known = _shared[pg] = (meeting, self._operations, self._checker)
         _, self._operations, self._checker = known
         return self._operations, self._checker
+
+    def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:
+        """Forwards an operation to the parent."""
+        # Read before the parent, so that a reconfiguration in between ends this operation too.
+        operations, checker = self._in_flight()
+        with self._run_context():
+            parent: Any = self.parent
+            if checker is not None:
+                checker.check(name, args, opts)
+            self._check_tensors(name, args)
+            given = args if opts is _NO_OPTIONS else (*args, self._opts_hook(opts))
+            try:
+                work = getattr(parent, name)(*given)
+            except RuntimeError as e:
+                if isinstance(parent, ProcessGroup):
+                    raise
+                # The error's traceback keeps this frame, and the frame must not keep the group, whose
+                # destruction waits for operations.
+                parent = None
+                raise explained(self.getBackendName(), name, args, e) from e.__cause__
+            if operations is not None:
+                work = operations.guard(work, name, args)
+            return self._wrap_work(work, None if opts is _NO_OPTIONS else opts)
+
+    def allreduce_coalesced(self, tensors: List[torch.Tensor], opts: Any) -> Work:
+        # PyTorch accepts only this class of options here.
+        return super().allreduce_coalesced(tensors, reduction_options(opts, AllreduceCoalescedOptions))
+
+    def monitored_barrier(self, timeout: Optional[timedelta] = None, wait_all_ranks: bool = False) -> None:
+        """Waits until all ranks have called it; otherwise raises an error that names the missing ranks.
+
+        Args:
+            timeout: timeout of the wait; None: the group's.
+            wait_all_ranks: whether rank 0 names all missing ranks, not only the first.
+        """
+        timeout = self._timeout if timeout is None else timeout
+        operations, _ = self._in_flight()
+        with self._run_context():
+            parent: Any = self.parent
+
+            def call() -> None:
+                parent.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+            # monitored_barrier returns no work: the caller's thread waits.
+            call() if operations is None else operations.call(call)
+
+
+add_operations(
+    ProcessGroupWrapper,
+    (
+        "reduce",
+        "gather",
+        "scatter",
+        "alltoall",
+        "allgather_coalesced",
+        "_allgather_base",
+        "all_gather_single",
+        "_reduce_scatter_base",
+        "reduce_scatter_single",
+        "recv_anysource",
+    ),
+)
 
 
 def _meeting(pg: BaseProcessGroup) -> object:
@@ -517,11 +626,3 @@ def _release_all() -> None:
             group._leave()
         else:
             group._release_both(RuntimeError("the process ends"))
-
-
-def _set_timeout(pg: BaseProcessGroup, timeout: timedelta) -> None:
-    if hasattr(pg, "set_timeout"):
-        pg.set_timeout(timeout)
-    else:  # PyTorch < 2.8, whose Gloo keeps the timeout that it was made with
-        for device in pg._device_types:
-            pg._get_backend(device)._set_default_timeout(timeout)

@@ -27,9 +27,8 @@ from torchft.process_group._gloo.scheduling import calm_loops
 from torchft.process_group.base import BaseProcessGroup
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.sharing import Borrowing
-from torchft.process_group.native import native_error
+from torchft.process_group.native import native_error, set_operation_timeout
 from torchft.process_group.reconfigure import meeting_store
-from torchft.process_group.wrapper import _set_timeout
 from torchft.utils import DeviceThread
 
 
@@ -148,7 +147,7 @@ class Worker:
                 self.answer(rest[0], error=None if self._pg is None else native_error(self._pg))
             elif kind == protocol.SET_TIMEOUT:
                 if self._pg is not None:
-                    _set_timeout(self._pg, timedelta(seconds=rest[0]))
+                    set_operation_timeout(self._pg, timedelta(seconds=rest[0]))
             elif kind == protocol.CONFIGURE:
                 operation, settings = rest
                 try:

@@ -22,7 +22,6 @@ from torchft._security import DEFAULT_JOB, JOB_ENV, files
 #: Folder of the copies of the state, a file system in memory. Default: /dev/shm/torchft-UID.
 ROOT_ENV = "TORCHFT_SNAPSHOT_MEMORY"
 SETTINGS = "job.json"  # in the folder of a job
-TOLD = ("stored.json", "complete.json")  # beside it (checkpointing/snapshots/stored.py)
 _LOCK = "keeper.lock"
 _LOG = "keeper.log"
 _MOST_LOG = 1 << 20  # bytes; a longer log of earlier keepers is dropped when one starts

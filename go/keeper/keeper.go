@@ -18,10 +18,8 @@ import (
 )
 
 const (
-	// lookEvery is how often the settings of jobs are looked at: a new lighthouse hears of this keeper then.
-	lookEvery = 250 * time.Millisecond
-	// scanEvery is how often all slots are listed, and the lighthouses told.
-	scanEvery = 2 * time.Second
+	// scanEvery is how often all slots are listed: a new lighthouse hears of this keeper then.
+	scanEvery = 500 * time.Millisecond
 	// idle is how long a keeper waits for the ranks of a job, and for another job.
 	idle = time.Minute
 )
@@ -46,7 +44,7 @@ type Config struct {
 	// Network is real TCP if nil.
 	Network rpc.Network
 
-	progress time.Duration // how long a reader may take for a part of a slot; ten seconds if 0
+	sendTimeout time.Duration // for an answer; a reader asks for 64 MiB at a time; a minute if 0
 }
 
 // Keeper is a running keeper.
@@ -61,12 +59,13 @@ type Keeper struct {
 	tasks sync.WaitGroup
 
 	// Only run uses these, and New before it.
-	settings  map[string]settings  // of the jobs, by their folders
 	busy      time.Time            // when there was last something to keep
 	lived     map[string]time.Time // when a trainer was last found alive, by the folder of its job
 	failed    map[key]string       // why a port was not opened, as logged
+	bad       map[string]string    // why the settings of a job are not understood, as logged
 	servers   map[key]*server
-	reporters map[target]*reporter
+	reporting map[target]func() // ends the reports
+	reports   sync.WaitGroup
 	writing   writer
 
 	mu   sync.Mutex
@@ -76,7 +75,7 @@ type Keeper struct {
 // New starts a keeper. It returns *RunningError if another one keeps this root. End it with Shutdown.
 func New(cfg Config) (*Keeper, error) {
 	cfg.Logger, cfg.Network = cmp.Or(cfg.Logger, slog.Default()), cmp.Or(cfg.Network, rpc.TCP)
-	cfg.progress = cmp.Or(cfg.progress, 10*time.Second)
+	cfg.sendTimeout = cmp.Or(cfg.sendTimeout, time.Minute)
 	if err := cfg.Validate(); err != nil {
 		return nil, err
 	}
@@ -87,8 +86,8 @@ func New(cfg Config) (*Keeper, error) {
 	k := &Keeper{
 		cfg: cfg, log: cfg.Logger, root: root, lock: lock,
 		stop: make(chan struct{}), ended: make(chan struct{}),
-		busy: time.Now(), lived: map[string]time.Time{}, failed: map[key]string{},
-		servers: map[key]*server{}, reporters: map[target]*reporter{},
+		busy: time.Now(), lived: map[string]time.Time{}, failed: map[key]string{}, bad: map[string]string{},
+		servers: map[key]*server{}, reporting: map[target]func(){},
 	}
 	k.scan(time.Now())
 	rpc.Go(&k.tasks, k.log, "keeper", func() {
@@ -128,26 +127,24 @@ func (k *Keeper) Shutdown() {
 
 // run returns true when the keeper ends by itself, false after Shutdown.
 func (k *Keeper) run() bool {
-	looks := time.Tick(lookEvery)
-	scanned := time.Now()
+	looks := time.Tick(scanEvery)
 	for {
 		select {
 		case <-k.stop:
 			return false
 		case now := <-looks:
-			if !k.changed() && now.Sub(scanned) < scanEvery {
-				continue
-			}
-			scanned = now
 			if !k.owns() {
 				k.log.Info("torchft: the folder of the keeper was removed or replaced", "root", k.cfg.Root)
 				return true
 			}
 			k.scan(now)
 			k.expire(now)
-			if k.done(now) {
-				k.log.Info("torchft: the keeper ends: there is nothing to keep", "root", k.cfg.Root)
-				return true
+			if k.idle(now) {
+				// A job that begins writes its settings first, and looks for a keeper then.
+				if k.scan(now); k.idle(now) {
+					k.log.Info("torchft: the keeper ends: there is nothing to keep", "root", k.cfg.Root)
+					return true
+				}
 			}
 		}
 	}
@@ -155,9 +152,10 @@ func (k *Keeper) run() bool {
 
 // close ends everything but the task that calls it.
 func (k *Keeper) close() {
-	for _, r := range k.reporters {
-		r.close()
+	for _, end := range k.reporting {
+		end()
 	}
+	k.reports.Wait()
 	for _, s := range k.servers {
 		s.close()
 	}
@@ -169,11 +167,15 @@ func (k *Keeper) close() {
 
 // scan lists all slots, and follows: which ports are open, which lighthouses are told, whether a writer runs.
 func (k *Keeper) scan(now time.Time) {
-	k.settings = map[string]settings{}
 	wanted, told := map[key]bool{}, map[target]bool{}
 	disk := false
 	for _, j := range k.look() {
-		k.settings[j.folder] = j.settings
+		if j.bad != k.bad[j.folder] {
+			if k.bad[j.folder] = j.bad; j.bad != "" {
+				k.log.Warn("torchft: the settings of a job are not understood, and its snapshots are served "+
+					"to nobody", "job", j.name, "error", j.bad)
+			}
+		}
 		if j.settings.Lighthouse != "" {
 			wanted[j.key], told[target{j.settings.Lighthouse, j.settings.Job, j.key}] = true, true
 		}
@@ -193,7 +195,7 @@ func (k *Keeper) scan(now time.Time) {
 func (k *Keeper) look() []job {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.jobs = list(k.root, k.log)
+	k.jobs = list(k.root)
 	for i, j := range k.jobs {
 		k.jobs[i].key = k.keyOf(j.settings)
 	}
@@ -202,10 +204,10 @@ func (k *Keeper) look() []job {
 
 // follow opens and closes ports, and begins and ends reports.
 func (k *Keeper) follow(wanted map[key]bool, told map[target]bool) {
-	for t, r := range k.reporters {
+	for t, end := range k.reporting {
 		if !told[t] {
-			delete(k.reporters, t)
-			r.close()
+			delete(k.reporting, t)
+			end()
 		}
 	}
 	for of, s := range k.servers {
@@ -220,8 +222,8 @@ func (k *Keeper) follow(wanted map[key]bool, told map[target]bool) {
 		}
 	}
 	for t := range told {
-		if s := k.servers[t.key]; s != nil && k.reporters[t] == nil {
-			k.reporters[t] = k.report(t, s)
+		if s := k.servers[t.key]; s != nil && k.reporting[t] == nil {
+			k.reporting[t] = k.report(t, s)
 		}
 	}
 }
@@ -240,11 +242,8 @@ func (k *Keeper) held(accepts func(job) bool) slots.Held {
 	return found
 }
 
-// done reports whether there has been nothing to keep for a while. A job that begins writes its settings
-// first, and looks for a keeper then.
-func (k *Keeper) done(now time.Time) bool {
-	return now.Sub(k.busy) >= min(idle, k.cfg.Keep) && !k.changed()
-}
+// idle reports whether there has been nothing to keep for a while.
+func (k *Keeper) idle(now time.Time) bool { return now.Sub(k.busy) >= min(idle, k.cfg.Keep) }
 
 // key is what jobs that share a port have in common.
 type key struct {

@@ -10,7 +10,6 @@ import (
 	"net/http"
 	"net/url"
 	"os"
-	"sync"
 	"time"
 
 	"github.com/torchft/torchft/go/internal/auth"
@@ -19,8 +18,8 @@ import (
 )
 
 const (
-	// postTimeout bounds one report.
-	postTimeout = 2 * time.Second
+	// reportEvery is how often a lighthouse is told; postTimeout bounds one report.
+	reportEvery, postTimeout = 2 * time.Second, 2 * time.Second
 	// retryAfter is the pause after a report that failed: a lighthouse that starts hears soon what there is.
 	retryAfter = 500 * time.Millisecond
 	// These bound a report: the lighthouse takes 256 KiB.
@@ -37,26 +36,15 @@ type target struct {
 	key        key
 }
 
-// reporter tells one lighthouse, or a cluster, what there is, again and again. None delays another.
-type reporter struct {
-	cancel context.CancelFunc
-	tasks  sync.WaitGroup
-}
-
-func (r *reporter) close() {
-	r.cancel()
-	r.tasks.Wait()
-}
-
-// report begins to tell a target what the jobs of a server hold.
-func (k *Keeper) report(t target, s *server) *reporter {
+// report begins to tell a target what the jobs of a server hold, again and again, until the returned function
+// is called. None delays another.
+func (k *Keeper) report(t target, s *server) (end func()) {
 	ctx, cancel := context.WithCancel(context.Background())
-	r := &reporter{cancel: cancel}
-	rpc.Go(&r.tasks, k.log, "reports of the keeper", func() {
+	rpc.Go(&k.reports, k.log, "reports of the keeper", func() {
 		failed := false
 		for {
 			err := k.tell(ctx, t, s)
-			pause := scanEvery
+			pause := reportEvery
 			switch {
 			case ctx.Err() != nil:
 				return
@@ -78,7 +66,7 @@ func (k *Keeper) report(t target, s *server) *reporter {
 			}
 		}
 	})
-	return r
+	return cancel
 }
 
 // tell posts one report, to the first lighthouse of a list that takes it.

@@ -1,13 +1,11 @@
 package keeper
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
-	"log/slog"
 	"net/url"
 	"os"
 	"path"
@@ -30,10 +28,8 @@ const (
 	completeName = "complete.json"
 	rankPrefix   = "rank-"
 	rankLock     = "lock"
-	// blockSize is the unit of stat's number of blocks, in bytes.
-	blockSize = 512
-	// mostSettings bounds the file with a job's settings, and that of its writer, in bytes.
-	mostSettings = 64 << 10
+	// mostSettings bounds the file with a job's settings, and those of its writer, in bytes.
+	mostSettings = 1 << 20
 	// lockWait is how long a keeper waits for the lock: one that ends holds it for a moment more.
 	lockWait = time.Second
 )
@@ -50,6 +46,7 @@ type job struct {
 	name     string
 	folder   string
 	settings settings
+	bad      string // why the settings are not understood
 	key      key
 	slots.Held
 	storedIn string    // the folder of slots on a disk
@@ -118,21 +115,8 @@ func (k *Keeper) owns() bool {
 	return err == nil && thereErr == nil && os.SameFile(own, there)
 }
 
-// changed reports whether jobs have come, ended, or got other settings since the last scan.
-func (k *Keeper) changed() bool {
-	n := 0
-	for _, folder := range folders(k.root, ".") {
-		n++
-		now, _ := readSettings(k.root, folder, slog.New(slog.DiscardHandler))
-		if before, known := k.settings[folder]; !known || before != now {
-			return true
-		}
-	}
-	return n != len(k.settings)
-}
-
 // list returns the jobs in a root, in the order of their folders. It follows no symbolic link.
-func list(root *os.Root, log *slog.Logger) []job {
+func list(root *os.Root) []job {
 	jobs := []job{}
 	for _, folder := range folders(root, ".") {
 		name, err := url.PathUnescape(folder)
@@ -140,21 +124,12 @@ func list(root *os.Root, log *slog.Logger) []job {
 			continue
 		}
 		j := job{name: name, folder: folder}
-		j.settings, j.changed = readSettings(root, folder, log)
+		j.readSettings(root)
 		j.Disks = slots.ReadDisks(name, readText(root, path.Join(folder, disksName)))
 		// The disk itself is not looked at here: it may hang.
 		stored := slots.ReadStored(name, readText(root, path.Join(folder, storedName)))
 		j.storedIn, j.Snapshots = stored.Folder, stored.Slots
-		for _, place := range places(root, j) {
-			j.ranks = true
-			s, changed, there := look(root, place)
-			if there {
-				j.Snapshots = append(j.Snapshots, s)
-				// a file that is written through a mapping need not get a newer time
-				j.changed = later(j.changed, time.UnixMilli(int64(1000*s.Saved)))
-			}
-			j.changed = later(j.changed, changed)
-		}
+		j.addSlots(root)
 		jobs = append(jobs, j)
 	}
 	return jobs
@@ -182,7 +157,7 @@ func List(folder string) (slots.Held, error) {
 		return found, err
 	}
 	defer func() { _ = root.Close() }()
-	for _, j := range list(root, slog.New(slog.DiscardHandler)) {
+	for _, j := range list(root) {
 		found.Snapshots = append(found.Snapshots, j.Snapshots...)
 		found.Disks = append(found.Disks, j.Disks...)
 	}
@@ -196,15 +171,8 @@ func later(a, b time.Time) time.Time {
 	return a
 }
 
-// place is where a slot lies, and the path of its file below the root.
-type place struct {
-	slots.Place
-	path string
-}
-
-// places returns the places below the folder of a job, whether or not a slot lies there.
-func places(root *os.Root, j job) []place {
-	var found []place
+// addSlots lists the slots of a job in memory.
+func (j *job) addSlots(root *os.Root) {
 	for _, folder := range folders(root, j.folder) {
 		group, err := url.PathUnescape(folder)
 		if err != nil {
@@ -216,14 +184,31 @@ func places(root *os.Root, j job) []place {
 			if !ok || err != nil || rank < 0 || strconv.FormatInt(rank, 10) != text {
 				continue
 			}
-			for slot := range int64(2) {
-				at := slots.Place{Job: j.name, Group: group, GroupRank: rank, Slot: slot}
-				found = append(found,
-					place{at, path.Join(j.folder, folder, of, strconv.FormatInt(slot, 10))})
+			j.ranks = true
+			for _, slot := range []string{"0", "1"} {
+				at := path.Join(folder, of, slot)
+				j.add(root, slots.Slot{Job: j.name, Group: group, GroupRank: rank, Path: at})
 			}
 		}
 	}
-	return found
+}
+
+// add lists what lies at the path of a slot, if there is a file.
+func (j *job) add(root *os.Root, at slots.Slot) {
+	f, info, err := openFile(root, path.Join(j.folder, at.Path))
+	if err != nil {
+		return
+	}
+	defer f.Close()
+	page := make([]byte, slots.PageSize)
+	n, err := f.ReadAt(page, 0)
+	if err != nil && !errors.Is(err, io.EOF) {
+		return
+	}
+	s := slots.Read(at, page[:n], info.Size())
+	j.Snapshots = append(j.Snapshots, s)
+	// a file that is written through a mapping need not get a newer time
+	j.changed = later(later(j.changed, info.ModTime()), time.UnixMilli(int64(1000*s.Saved)))
 }
 
 // folders returns the names of the folders in a folder, in order.
@@ -241,19 +226,24 @@ func folders(root *os.Root, in string) []string {
 	return names
 }
 
-// openStored opens a slot on a disk, below the folder of a job's checkpoints. It follows no link there.
-func openStored(folder, name string) (*os.File, fs.FileInfo, error) {
-	root, err := os.OpenRoot(folder)
-	if err != nil {
-		return nil, nil, err
-	}
-	defer func() { _ = root.Close() }()
-	for at := path.Dir(name); at != "."; at = path.Dir(at) {
-		if info, err := root.Lstat(at); err != nil || !info.IsDir() {
-			return nil, nil, errors.Join(fmt.Errorf("%s is no folder", at), err)
+// open opens a slot of a job. On a disk it follows no link below the folder of the job's checkpoints.
+func (k *Keeper) open(j job, of slots.Slot) (*os.File, error) {
+	root, file := k.root, path.Join(j.folder, of.Path)
+	if of.Stored {
+		disk, err := os.OpenRoot(j.storedIn)
+		if err != nil {
+			return nil, err
+		}
+		defer func() { _ = disk.Close() }()
+		root, file = disk, of.Path
+		for at := path.Dir(file); at != "."; at = path.Dir(at) {
+			if info, err := root.Lstat(at); err != nil || !info.IsDir() {
+				return nil, errors.Join(fmt.Errorf("%s is no folder", at), err)
+			}
 		}
 	}
-	return openFile(root, name)
+	f, _, err := openFile(root, file)
+	return f, err
 }
 
 // openFile opens a regular file for reading. Neither a symbolic link nor a pipe in its place does harm.
@@ -273,53 +263,18 @@ func openFile(root *os.Root, path string) (*os.File, fs.FileInfo, error) {
 	return f, info, nil
 }
 
-// look returns what lies at a place; there is false if that is no slot.
-func look(root *os.Root, at place) (s slots.Slot, changed time.Time, there bool) {
-	f, info, err := openFile(root, at.path)
+// readSettings reads the settings of a job. Without a usable file they are empty, and the slots of the job
+// are served to nobody.
+func (j *job) readSettings(root *os.Root) {
+	f, info, err := openFile(root, path.Join(j.folder, settingsName))
 	if err != nil {
-		return s, changed, false
+		return
 	}
 	defer f.Close()
-	page, err := readPage(f)
-	if err != nil {
-		return s, changed, false
+	j.changed = info.ModTime()
+	if err := json.NewDecoder(io.LimitReader(f, mostSettings)).Decode(&j.settings); err != nil {
+		j.settings, j.bad = settings{}, err.Error()
 	}
-	s = slots.Read(at.Place, page, info.Size())
-	if stat, ok := info.Sys().(*syscall.Stat_t); ok && len(s.Share) > 0 {
-		s.Bytes = stat.Blocks * blockSize // the rest is holes
-	}
-	return s, info.ModTime(), true
-}
-
-// readPage reads the header of a slot, or what there is of it.
-func readPage(f *os.File) ([]byte, error) {
-	page := make([]byte, slots.PageSize)
-	n, err := f.ReadAt(page, 0)
-	if errors.Is(err, io.EOF) {
-		err = nil
-	}
-	return page[:n], err
-}
-
-// readSettings returns the settings of a job, and when they changed. Without a usable file they are empty,
-// and the slots of the job are served to nobody.
-func readSettings(root *os.Root, folder string, log *slog.Logger) (s settings, changed time.Time) {
-	f, info, err := openFile(root, path.Join(folder, settingsName))
-	if err != nil {
-		return s, changed
-	}
-	defer f.Close()
-	text, err := io.ReadAll(io.LimitReader(f, mostSettings))
-	if err == nil {
-		decoder := json.NewDecoder(bytes.NewReader(text))
-		err = decoder.Decode(&s)
-	}
-	if err != nil {
-		log.Warn("torchft: the settings of a job are not understood, and its snapshots are served to nobody",
-			"file", path.Join(folder, settingsName), "error", err)
-		return settings{}, info.ModTime()
-	}
-	return s, info.ModTime()
 }
 
 // keyOf returns the port that serves jobs with these settings.
@@ -338,11 +293,12 @@ func (k *Keeper) keyOf(s settings) key {
 
 // isComplete tells a job's writer which step all hosts together have on disks: it deletes older ones.
 func (k *Keeper) isComplete(name string, step int64) {
-	k.mu.Lock()
-	i := slices.IndexFunc(k.jobs, func(j job) bool { return j.name == name })
 	folder := ""
-	if i >= 0 {
-		folder = k.jobs[i].folder
+	k.mu.Lock()
+	for _, j := range k.jobs {
+		if j.name == name {
+			folder = j.folder
+		}
 	}
 	k.mu.Unlock()
 	file, text := path.Join(folder, completeName), fmt.Sprintf("{\"step\": %d}", step)

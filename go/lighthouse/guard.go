@@ -61,23 +61,17 @@ func (s *Server) refusal(r *http.Request) (code int, why string) {
 }
 
 // admits refuses a request of a process of a job that lacks the token, as the calls of members are refused.
-// Requests of browsers are always refused: where the lighthouse has no token, a page of any web site could
-// send them. what is the route, whose are the processes that use it.
+// what is the route, whose are the processes that use it.
 func (s *Server) admits(w http.ResponseWriter, r *http.Request, what, whose string) bool {
-	check := s.gate.CheckToken(r.Header.Values("Authorization"))
-	switch {
-	case check == auth.TokenMissing || check == auth.TokenWrong:
-		s.log.Warn("torchft: a request was refused", "request", what, "from", r.RemoteAddr, "reason", check)
+	code, why := s.gate.Refusal(r, what, whose)
+	if code == http.StatusUnauthorized {
+		s.log.Warn("torchft: a request was refused", "request", what, "from", r.RemoteAddr, "reason", why)
 		w.Header().Set("WWW-Authenticate", "Bearer")
-		inJSON(w, http.StatusUnauthorized, check.String())
-	case r.Header.Get("Origin") != "" || r.Header.Get("Sec-Fetch-Site") != "":
-		inJSON(w, http.StatusForbidden, what+" is for "+whose+": a request of a browser is refused")
-	case !rpc.AsMember(r):
-		inJSON(w, http.StatusServiceUnavailable, "too many connections are open (max_connections)")
-	default:
-		return true
 	}
-	return false
+	if code != 0 {
+		inJSON(w, code, why)
+	}
+	return code == 0
 }
 
 // dialing returns the settings of the lighthouse's calls to managers and other lighthouses. By default, the

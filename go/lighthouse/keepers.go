@@ -46,7 +46,7 @@ func checkReport(r slots.Report) error {
 	}
 	for _, s := range r.Snapshots {
 		if len(s.Job) > longestName || len(s.Group) > longestName || len(s.Incomplete) > mostBody ||
-			len(s.Stored) > mostBody {
+			len(s.Path) > mostBody {
 			return fmt.Errorf("the name of a slot has more than %d bytes", longestName)
 		}
 		if !slots.ValidShare(s.Share) {
@@ -244,7 +244,7 @@ func (k *keepers) snapshots(job string, now time.Time) (sum dashboard.Snapshots)
 		held.Snapshots, held.Disks = append(held.Snapshots, h.Snapshots...), append(held.Disks, h.Disks...)
 	}
 	for _, s := range held.Snapshots {
-		if s.Stored == "" {
+		if !s.Stored {
 			sum.Bytes += s.Bytes
 		} else {
 			parts[s.Job] = true

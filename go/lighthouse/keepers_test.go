@@ -50,8 +50,8 @@ func heldOf(t *testing.T, client *http.Client, job string) lighthouse.KeepersAns
 func TestKeepersTellWhatTheyHoldForAWhile(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		client := browser(t, fttest.NewCluster(t, 1), "far")
-		slot := slots.Slot{Place: slots.Place{Job: "train-1", Group: "a"}, GroupWorldSize: 1, Step: 7, Bytes: 10}
-		torn := slots.Slot{Place: slots.Place{Job: "train-1", Group: "a", Slot: 1}, Bytes: 10, Incomplete: "torn"}
+		slot := slots.Slot{Job: "train-1", Group: "a", GroupWorldSize: 1, Step: 7, Bytes: 10}
+		torn := slots.Slot{Job: "train-1", Group: "a", Path: "a/rank-0/1", Bytes: 10, Incomplete: "torn"}
 		time.Sleep(time.Second)
 		code, body := tell(t, client, "default", reportOf(t, "b", slot, torn))
 		require.Equal(t, http.StatusOK, code, body)
@@ -86,8 +86,8 @@ func TestTheStepThatAllHostsHaveStoredIsAnswered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		client := browser(t, fttest.NewCluster(t, 1), "far")
 		stored := func(step, part int64) slots.Slot {
-			return slots.Slot{Place: slots.Place{Job: "j", Group: fmt.Sprint(part)}, GroupWorldSize: 1, Step: step,
-				Bytes: 10, Share: []int64{part, 2, 1}, Stored: "x"}
+			return slots.Slot{Job: "j", Group: fmt.Sprint(part), GroupWorldSize: 1, Step: step,
+				Bytes: 10, Share: []int64{part, 2, 1}, Stored: true}
 		}
 		code, body := tell(t, client, "default", reportOf(t, "a", stored(5, 0), stored(6, 0)))
 		require.Equal(t, http.StatusOK, code, body)

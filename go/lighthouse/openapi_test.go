@@ -117,7 +117,7 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 		ask("GET", "/healthz", "", 200)
 		ask("GET", "/readyz", "", 200)
 		ask("POST", "/api/v1/keepers", `{"address": "http://b:1", "host": "b", "snapshots": [{"job": "j", "group": "a",
-			"group_rank": 0, "slot": 1, "group_world_size": 1, "step": 3, "quorum": 1, "saved": 1.5, "bytes": 4096}],
+			"group_rank": 0, "path": "a/rank-0/1", "group_world_size": 1, "step": 3, "quorum": 1, "saved": 1.5, "bytes": 4096}],
 			"disks": [{"job": "j", "folder": "/ckpt", "written": -1, "writing": 3, "bytes": 5, "problem": "full", "since": 1.5}]}`, 200)
 		ask("POST", "/api/v1/keepers", "", 400)
 		ask("POST", "/api/v1/keepers", `{}`, 403, "Origin", "http://evil.example")

@@ -135,7 +135,7 @@ func TestAQuorumWaitsForTheHostsOfTheNewestCopy(t *testing.T) {
 	dir := t.TempDir()
 	forbid := func(c *Config) { c.ForbidRegression, c.HeartbeatTimeout = true, 200*time.Millisecond }
 	report := func(s *Server, host string, step, quorumID int64) {
-		slot := slots.Slot{Place: slots.Place{Job: "train", Group: host}, GroupWorldSize: 1, Step: step,
+		slot := slots.Slot{Job: "train", Group: host, GroupWorldSize: 1, Step: step,
 			Quorum: quorumID}
 		told := slots.Report{Address: "http://" + host, Host: host,
 			Held: slots.Held{Snapshots: []slots.Slot{slot}}}

@@ -23,27 +23,22 @@ const (
 	jsonFrom = len(format) + 1 + 4 + 4 // after the length and the checksum of the JSON
 )
 
-// Place is where a slot lies: ROOT/JOB/GROUP/rank-GROUPRANK/SLOT.
-type Place struct {
+// Slot is what a file holds.
+type Slot struct {
 	Job       string `json:"job"`
 	Group     string `json:"group"`
 	GroupRank int64  `json:"group_rank"`
-	Slot      int64  `json:"slot"` // 0 or 1
-}
-
-// Slot is what a place holds.
-type Slot struct {
-	Place
+	// Its file: below the folder of its job in memory; if it is stored, of the job's checkpoints on a disk.
+	Path           string  `json:"path"`
+	Stored         bool    `json:"stored,omitempty"`
 	GroupWorldSize int64   `json:"group_world_size"`
 	Step           int64   `json:"step"`
 	Quorum         int64   `json:"quorum"` // in which the step was committed
 	Saved          float64 `json:"saved"`  // seconds since 1970
 	Bytes          int64   `json:"bytes"`  // of the file
-	// Which part of the state it has, where groups keep parts: the first part, the number of parts, and how
-	// many of these it has (torchft/checkpointing/snapshots/shares.py). Empty: the whole state.
+	// What it has of the state: the first part, the number of parts, and how many of these it has
+	// (torchft/checkpointing/snapshots/shares.py). Empty: the whole state.
 	Share []int64 `json:"share,omitempty"`
-	// Stored is its file below the folder of a job's checkpoints, on a disk; empty: it is in memory.
-	Stored string `json:"stored,omitempty"`
 	// Why it cannot be restored; empty: it is complete, as far as its header tells. A reader checks the
 	// digests of what it reads.
 	Incomplete string `json:"incomplete,omitempty"`
@@ -73,10 +68,11 @@ type header struct {
 	} `json:"disk"`
 }
 
-// Read returns what a file at a place holds. page is the beginning of the file, PageSize bytes unless the
-// file is shorter; size is its length.
-func Read(at Place, page []byte, size int64) Slot {
-	s := Slot{Place: at, Bytes: size}
+// Read returns what a file in memory holds. at has its path, and the job, group and rank that this names;
+// page is the beginning of the file, PageSize bytes unless the file is shorter; size is its length.
+func Read(at Slot, page []byte, size int64) Slot {
+	s := at
+	s.Bytes = size
 	h, why := parse(page)
 	switch {
 	case why != "":
@@ -141,63 +137,63 @@ func ValidShare(share []int64) bool {
 			0 < share[2] && share[2] <= share[1]
 }
 
-// parts are those of a state that some slots have.
-type parts map[int64]bool
+// state is the state of a group after a step.
+type state struct{ step, quorum, ranks int64 }
 
-// add counts the slot of a rank. It returns whether the parts are all.
-func (p parts) add(share []int64) bool {
+// copies are what some slots have of a state.
+type copies struct {
+	slot  Slot                     // one of them
+	saved float64                  // when the last one was
+	parts map[int64]map[int64]bool // by rank
+	whole map[int64]bool           // the ranks of which all parts are there
+}
+
+func (c *copies) add(s Slot) {
+	c.slot, c.saved = s, max(c.saved, s.Saved)
+	share := s.Share
 	if len(share) == 0 {
-		return true
+		share = []int64{0, 1, 1}
+	}
+	if c.parts[s.GroupRank] == nil {
+		c.parts[s.GroupRank] = map[int64]bool{}
 	}
 	for i := range share[2] {
-		p[(share[0]+i)%share[1]] = true
+		c.parts[s.GroupRank][(share[0]+i)%share[1]] = true
 	}
-	return int64(len(p)) == share[1]
+	if share[2] == share[1] || int64(len(c.parts[s.GroupRank])) == share[1] {
+		c.whole[s.GroupRank] = true
+	}
 }
 
 // Newest returns a slot of the newest step of which these have all ranks, and all parts of each; false if
 // there is none. Groups of a job have equal states, so they may be of several groups. If the slots are of
 // several jobs, it is that of the one that saved last. A step that the job has given up does not count.
 func Newest(held []Slot) (newest Slot, found bool) {
-	type copyOf struct{ step, quorum, ranks int64 }
-	have, whole := map[copyOf]map[int64]parts{}, map[copyOf]map[int64]bool{}
-	saved := map[copyOf]float64{}
 	last := Slot{Saved: math.Inf(-1)}
 	for _, s := range held {
 		if s.Incomplete == "" && s.Saved > last.Saved {
 			last = s
 		}
 	}
+	states := map[state]*copies{}
 	for _, s := range held {
+		of := state{s.Step, s.Quorum, s.GroupWorldSize}
 		if s.Incomplete != "" || s.Job != last.Job {
 			continue
 		}
-		of := copyOf{s.Step, s.Quorum, s.GroupWorldSize}
-		saved[of] = max(saved[of], s.Saved)
-		if have[of] == nil {
-			have[of], whole[of] = map[int64]parts{}, map[int64]bool{}
+		if states[of] == nil {
+			states[of] = &copies{parts: map[int64]map[int64]bool{}, whole: map[int64]bool{}}
 		}
-		if have[of][s.GroupRank] == nil {
-			have[of][s.GroupRank] = parts{}
-		}
-		if have[of][s.GroupRank].add(s.Share) {
-			whole[of][s.GroupRank] = true
-		}
+		states[of].add(s)
 	}
-	// The job has gone on from an earlier step without it (given_up in checkpointing/snapshots/choice.py).
-	givenUp := map[copyOf]bool{}
-	for of := range saved {
-		for o := range saved {
-			if o.quorum > of.quorum && o.step < of.step && saved[o] > saved[of] {
-				givenUp[of] = true
-			}
+	for of, c := range states {
+		counts := int64(len(c.whole)) == of.ranks
+		for o, other := range states {
+			// The job has gone on from an earlier step without it (given_up in snapshots/restore.py).
+			counts = counts && !(o.quorum > of.quorum && o.step < of.step && other.saved > c.saved)
 		}
-	}
-	for _, s := range held {
-		of := copyOf{s.Step, s.Quorum, s.GroupWorldSize}
-		complete := int64(len(whole[of])) == s.GroupWorldSize && !givenUp[of]
-		if s.Incomplete == "" && s.Job == last.Job && complete && (!found || s.compare(newest) > 0) {
-			newest, found = s, true
+		if counts && (!found || c.slot.compare(newest) > 0) {
+			newest, found = c.slot, true
 		}
 	}
 	return newest, found

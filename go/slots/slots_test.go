@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-var place = Place{Job: "job/1", Group: "a", GroupRank: 1, Slot: 0}
+var place = Slot{Job: "job/1", Group: "a", GroupRank: 1, Path: "a/rank-1/0"}
 
 // page returns the header of a slot of place, with changes.
 func page(t *testing.T, changes map[string]any) []byte {
@@ -34,8 +34,9 @@ func paged(text []byte) []byte {
 }
 
 func TestACompleteSlot(t *testing.T) {
-	assert.Equal(t, Slot{Place: place, GroupWorldSize: 2, Step: 7, Quorum: 3, Saved: 12.5, Bytes: 9000},
-		Read(place, page(t, nil), 9000))
+	want := place
+	want.GroupWorldSize, want.Step, want.Quorum, want.Saved, want.Bytes = 2, 7, 3, 12.5, 9000
+	assert.Equal(t, want, Read(place, page(t, nil), 9000))
 	disk := map[string]any{"disk": map[string]any{"folder": "/ckpt", "every": 10, "part": 0, "parts": 2}}
 	assert.Equal(t, "/ckpt", Read(place, page(t, disk), 9000).Folder)
 	part := map[string]any{"share": []int{2, 3, 2}}
@@ -82,8 +83,7 @@ func TestAFlippedBitOfTheHeader(t *testing.T) {
 
 func TestTheNewestStepThatAllRanksHave(t *testing.T) {
 	at := func(group string, rank, ranks, step int64, why string) Slot {
-		return Slot{Place: Place{Group: group, GroupRank: rank}, GroupWorldSize: ranks, Step: step,
-			Incomplete: why}
+		return Slot{Group: group, GroupRank: rank, GroupWorldSize: ranks, Step: step, Incomplete: why}
 	}
 	part := func(rank int64, share ...int64) Slot {
 		s := at("g", rank, 2, 6, "")
@@ -111,7 +111,7 @@ func TestTheNewestStepThatAllRanksHave(t *testing.T) {
 		{"another world size", []Slot{at("a", 0, 2, 5, ""), at("b", 1, 3, 5, "")}, 0, false},
 		{"step 0 is a step", []Slot{at("a", 0, 1, 0, "")}, 0, true},
 		{"an older job has come further", []Slot{at("a", 0, 1, 5, ""),
-			{Place: Place{Job: "new"}, GroupWorldSize: 1, Step: 2, Saved: 1}}, 2, true},
+			{Job: "new", GroupWorldSize: 1, Step: 2, Saved: 1}}, 2, true},
 		{"the job has given it up", []Slot{saved(50, 1, 1), saved(30, 2, 2), saved(31, 2, 3)}, 31, true},
 		{"ids begin anew", []Slot{saved(50, 7, 1), saved(90, 2, 2)}, 90, true},
 		{"all parts", slices.Concat(older, []Slot{part(0, 0, 3, 2), part(0, 1, 3, 2), part(1, 0, 3, 2),
@@ -133,7 +133,7 @@ func FuzzRead(f *testing.F) {
 	f.Add(make([]byte, PageSize), int64(0))
 	f.Fuzz(func(t *testing.T, p []byte, size int64) {
 		s := Read(place, p, size)
-		assert.Equal(t, place, s.Place)
+		assert.Equal(t, []any{place.Job, place.Group, place.Path}, []any{s.Job, s.Group, s.Path})
 		if s.Incomplete == "" {
 			assert.Greater(t, s.GroupWorldSize, place.GroupRank)
 			assert.GreaterOrEqual(t, s.Step, int64(0))

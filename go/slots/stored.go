@@ -17,20 +17,16 @@ const mostStored, longestPath = 200, 1000
 func ReadStored(job string, text []byte) Stored {
 	var told struct {
 		Folder string `json:"folder"`
-		Slots  []struct {
-			Slot
-			Path string `json:"path"`
-		} `json:"slots"`
+		Slots  []Slot `json:"slots"`
 	}
 	if json.Unmarshal(text, &told) != nil {
 		return Stored{}
 	}
 	found := Stored{Folder: told.Folder}
-	for _, one := range told.Slots {
-		s := one.Slot
-		s.Job, s.Slot, s.Stored, s.Incomplete = job, 0, one.Path, ""
+	for _, s := range told.Slots {
+		s.Job, s.Stored, s.Incomplete = job, true, ""
 		ok := s.GroupRank >= 0 && s.GroupWorldSize > s.GroupRank && s.Step >= 0 && ValidShare(s.Share)
-		if ok && s.Stored != "" && len(s.Stored) <= longestPath && len(found.Slots) < mostStored {
+		if ok && s.Path != "" && len(s.Path) <= longestPath && len(found.Slots) < mostStored {
 			found.Slots = append(found.Slots, s)
 		}
 	}
@@ -42,12 +38,12 @@ func ReadStored(job string, text []byte) Stored {
 func Complete(host, all []Slot) map[string]int64 {
 	steps := map[string]int64{}
 	for _, own := range host {
-		if _, known := steps[own.Job]; known || own.Stored == "" {
+		if _, known := steps[own.Job]; known || !own.Stored {
 			continue
 		}
 		var stored []Slot
 		for _, s := range all {
-			if s.Stored != "" && s.Job == own.Job {
+			if s.Stored && s.Job == own.Job {
 				stored = append(stored, s)
 			}
 		}

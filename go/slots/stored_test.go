@@ -9,11 +9,11 @@ import (
 )
 
 func TestWhatRanksHaveStored(t *testing.T) {
-	one := `{"path": "parts-of-step-5/g/rank-1", "job": "another", "slot": 1, "group": "g", "group_rank": 1,
+	one := `{"path": "parts-of-step-5/g/rank-1", "job": "another", "group": "g", "group_rank": 1,
 		"group_world_size": 2, "step": 5, "quorum": 3, "saved": 1.5, "bytes": 9, "share": [0, 3, 2]}`
 	found := ReadStored("j", []byte(`{"folder": "/c", "slots": [`+one+`]}`))
-	assert.Equal(t, Stored{"/c", []Slot{{Place: Place{Job: "j", Group: "g", GroupRank: 1}, GroupWorldSize: 2,
-		Step: 5, Quorum: 3, Saved: 1.5, Bytes: 9, Share: []int64{0, 3, 2}, Stored: "parts-of-step-5/g/rank-1"}}},
+	assert.Equal(t, Stored{"/c", []Slot{{Job: "j", Group: "g", GroupRank: 1, Path: "parts-of-step-5/g/rank-1",
+		Stored: true, GroupWorldSize: 2, Step: 5, Quorum: 3, Saved: 1.5, Bytes: 9, Share: []int64{0, 3, 2}}}},
 		found)
 	for _, text := range []string{"", "{", "[]", `{"slots": {}}`} {
 		assert.Equal(t, Stored{}, ReadStored("j", []byte(text)), text)
@@ -34,11 +34,11 @@ func TestWhatRanksHaveStored(t *testing.T) {
 
 func TestTheNewestStepThatAllHostsHaveStored(t *testing.T) {
 	stored := func(job string, step, part int64) Slot {
-		return Slot{Place: Place{Job: job, Group: fmt.Sprint(part)}, GroupWorldSize: 1, Step: step,
-			Share: []int64{part, 3, 2}, Stored: "x"}
+		return Slot{Job: job, Group: fmt.Sprint(part), GroupWorldSize: 1, Step: step,
+			Share: []int64{part, 3, 2}, Stored: true}
 	}
 	memory := stored("a", 9, 1)
-	memory.Stored = ""
+	memory.Stored = false
 	a := []Slot{stored("a", 5, 0), stored("a", 7, 0), stored("a", 9, 0), memory}
 	b := []Slot{stored("a", 5, 1), stored("a", 7, 2), stored("b", 9, 0), stored("b", 9, 1)}
 	all := append(append([]Slot{}, a...), b...)

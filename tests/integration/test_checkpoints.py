@@ -21,6 +21,7 @@ from torch import nn
 import torchft
 from tests.integration.cluster import Cluster, Rank, results
 from tests.integration.test_job import SETTINGS, STEPS, Count, Loop, dataset, one_process, parts
+from tests.unit.checkpointing.snapshots.contents import copied
 from torchft import _keeper
 from torchft._job.checkpoints import Checkpoints
 from torchft._manager.snapshots.copies import Snapshots
@@ -58,13 +59,13 @@ def test_a_job_resumes_from_its_newest_checkpoint(
 
     newest = tmp_path / f"step-{STEPS}"
 
-    def checksum(path: Path, read: Callable[[Path], tuple[int, int]] = folders._checksum) -> tuple[int, int]:
+    def checksum(path: Path, read: Callable[[Path], tuple[int, int]] = folders.checksum) -> tuple[int, int]:
         if path.parent == newest:
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         return read(path)
 
     with monkeypatch.context() as disk_fails:
-        disk_fails.setattr(folders, "_checksum", checksum)
+        disk_fails.setattr(folders, "checksum", checksum)
         again = Loop(job=checkpoints)
         run(again)
     assert sorted(again.losses) == [7]
@@ -260,7 +261,7 @@ def test_a_rank_without_room_for_copies_writes_itself(
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(slots, "put", full)
+    monkeypatch.setattr(slots, "_put", full)
     loop = Loop(settings={"snapshots": 1}, job={"checkpoint_dir": tmp_path, "checkpoint_every": 4})
     with host(), Cluster() as cluster:
         results(cluster.start(loop, 0))
@@ -272,7 +273,7 @@ def test_a_rank_without_room_for_copies_writes_itself(
 
     def late(snapshots: Snapshots, position: Any) -> None:
         if position.step == 4:
-            monkeypatch.setattr(slots, "put", full)
+            monkeypatch.setattr(slots, "_put", full)
         begin(snapshots, position)
 
     monkeypatch.setattr(Snapshots, "begin", late)
@@ -324,9 +325,7 @@ def test_copies_of_another_number_of_ranks_are_loaded_by_pytorch(
     with Cluster() as cluster:
         results(cluster.start(loop, 0))
     (folder,) = slots.root().glob("*/*/rank-0")
-    copies = [
-        (name, slots.read_header(folder / name), slots.Slot.open(folder / name, copy=True)) for name in "01"
-    ]
+    copies = [(name, slots.read_header(folder / name), copied(folder / name)) for name in "01"]
     # As if the group had two ranks, with equal parameters.
     for name, header, slot in copies:
         for rank in range(2):
@@ -346,5 +345,5 @@ def test_copies_of_another_number_of_ranks_are_loaded_by_pytorch(
     torch.testing.assert_close(ended, one_process()[0], rtol=1e-9, atol=1e-12)
     assert min(again.losses) == newest[1].step - damaged
     assert not list(slots.root().glob("*/resharded-*"))
-    told = f"the copies of step {newest[1].step}, of 2 ranks, are not loaded"
-    assert (f"{told}: there is no undamaged copy of rank 0" in caplog.text) == damaged
+    told = f"the copies of step {newest[1].step}, of 2 ranks, are not loaded: {folder / newest[0]}: region 0"
+    assert (told in caplog.text) == damaged

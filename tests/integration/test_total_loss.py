@@ -111,7 +111,6 @@ def on_new_hosts(training: Any, world_size: int, lost: Path) -> tuple[list[Any],
         patch.setenv(_keeper.ROOT_ENV, str(lost.with_name(f"{lost.name}-new")))
         try:
             ended = results(*(cluster.start(training, group, world_size) for group in range(2)))
-            assert not list(_keeper.root().rglob("fetched"))
         finally:
             shutil.rmtree(_keeper.root())
     return ended, newest

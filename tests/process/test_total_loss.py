@@ -141,7 +141,7 @@ def test_everything_is_killed(groups: int, ranks: int, kills: int, tmp_path: Pat
     assert left == [], "a job that has ended leaves no copies"
 
 
-@pytest.mark.slow  # test_gather.py and test_making_copies.py have it without processes
+@pytest.mark.slow  # test_reading.py and test_making_copies.py have it without processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("every", [str(EVERY), "auto"])
 def test_a_host_is_lost_where_each_has_a_part(tmp_path: Path, every: str) -> None:

@@ -28,13 +28,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchft import _keeper
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.codec.stream import storage_bytes
-from torchft.checkpointing.snapshots import due, folders, slots
+from torchft.checkpointing.snapshots import folders, slots
 from torchft.checkpointing.snapshots.disk import Content
 from torchft.checkpointing.snapshots.due import Due
 from torchft.checkpointing.snapshots.folders import Damage
 from torchft.checkpointing.snapshots.reshard import resharded
 from torchft.checkpointing.snapshots.saving import Save
-from torchft.checkpointing.snapshots.slots import Header, SlotError
+from torchft.checkpointing.snapshots.slots import SlotError
 from torchft.checkpointing.transport import CheckpointError
 
 if TYPE_CHECKING:
@@ -64,11 +64,7 @@ class Checkpoints:
         self._folder = None if folder is None else Path(os.path.abspath(folder))
         self._every = every
         self._manager = manager
-        self._marked: Optional[tuple[int, Due]] = None  # the step whose copy is to be written
-        if folder is not None:
-            manager._snapshots.disk = self._mark_of
-            manager._snapshots.kept = _kept
-            manager._snapshots.folder = self._folder
+        manager._snapshots.folder = self._folder
 
     def check_state(self, averages_weights: bool) -> None:
         """Raises a ValueError if a checkpoint would lack a part of the state."""
@@ -88,27 +84,23 @@ class Checkpoints:
             state: returns the state; called only if this rank writes it.
             last: whether no step follows. Then it is due: a group that returns after the end resumes from it.
         """
-        manager = self._manager
+        manager, snapshots = self._manager, self._manager._snapshots
         step, part = manager.current_step(), manager.participating_rank()
         # A copy that failed, for lack of memory for example, is made up for by the next step.
-        owed = self._marked is not None and self._marked[0] > manager._snapshots.copied
-        self._marked = None
+        owed, snapshots.mark = snapshots.owed, None
         if self._folder is None or part is None or not (owed or last or step % self._every == 0):
             return
-        to = Due(str(self._folder), self._every, part, manager.num_participants(), self._key())
-        if manager._snapshots.works and _keeper_runs():
-            self._marked = step, to
+        to = Due(str(self._folder), self._key())
+        if snapshots.works and _keeper_runs():
+            snapshots.mark = step, to
         elif part == 0:
             self._write(step, to, state())
 
     def end(self) -> None:
         """Makes the copy that is due after the last step, which no step follows."""
-        if self._marked is not None and self._marked[0] > self._manager._snapshots.copied:
+        if self._manager._snapshots.owed:
             self._manager._snapshots.begin(self._manager._position)
             self._manager._snapshots.end()
-
-    def _mark_of(self, step: int) -> Optional[dict[str, Any]]:
-        return self._marked[1]._asdict() if self._marked is not None and self._marked[0] == step else None
 
     def _key(self) -> str:
         """Names the state of this step: the groups that have committed it together, and their quorum."""
@@ -124,19 +116,19 @@ class Checkpoints:
             encoded = Encoded(state)
             flats = [storage_bytes(storage) for storage in encoded.storages]
             content = Content(json.loads(encoded.structure), flats, rank, f"the state of rank {rank}")
-            save = Save(Path(to.folder), step, to.key, settings.group_world_size, to.parts)
+            parts = self._manager.num_participants()
+            save = Save(Path(to.folder), step, to.key, settings.group_world_size, parts)
             if save.done():
                 return
             save.announce(rank, content)
             until = time.monotonic() + _PEERS_SEC
-            while (silent := save.silent()) and save.claimed() is None and not save.done():
+            while (silent := save.silent()) and not save.done():
                 if time.monotonic() > until:
                     raise CheckpointError(f"nothing was said by ranks {silent} for {_PEERS_SEC:g} s")
                 time.sleep(_POLL_SEC)
-            for unit in [] if save.claimed() or save.done() else save.missing():
-                if unit[0] == rank and (written := save.write(unit, content)) is not None:
-                    save.add(unit, written)
-            if save.claimed() is None and not save.done() and not save.missing():
+            for part in range(parts):
+                save.write((rank, part), content)
+            if not save.done() and not save.missing():
                 save.complete()
         except (OSError, CheckpointError) as error:
             _log.warning(f"{to.folder}/step-{step} was not written: {error}; the job trains on without it")
@@ -287,10 +279,6 @@ def _all(each: bool) -> bool:
     found = [each] * dist.get_world_size()
     dist.all_gather_object(found, each)
     return all(found)
-
-
-def _kept(header: Header) -> bool:
-    return due.kept(header, due.read_status(slots.root() / slots.quoted(header.job)))
 
 
 def _keeper_runs() -> bool:

@@ -196,7 +196,7 @@ class ManagerParts(Stateful):
             settings,
             store,
             name,
-            State(self._manager_state_dict, self._load_manager_state_dict),
+            State(self._manager_state_dict, self._load_manager_state_dict, self._manager_state_dict),
             partial(tracked.addresses, optimizers),
             self._data.why_no_copies,
             partial(setattr, self, "_sent", None),

@@ -77,8 +77,8 @@ def table(held: Sequence[dict[str, Any]], now: float) -> str:
 
 
 def _what(slot: dict[str, Any]) -> str:
-    _, parts, has = slot.get("share") or (0, 0, 0)
-    text = f"{has} of {parts} parts" if parts else "complete"
+    _, parts, has = slot.get("share") or (0, 1, 1)
+    text = f"{has} of {parts} parts" if has < parts else "complete"
     return f"{text}, on disk" if slot.get("stored") else text
 
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"log/slog"
 	"net"
+	"net/http"
 	"sync"
 	"time"
 
@@ -52,6 +53,23 @@ func (g *Gate) CheckToken(authorization []string) auth.TokenCheck {
 		return auth.TokenNone
 	}
 	return g.protection.Tokens.Get().Check(authorization)
+}
+
+// Refusal returns why a request over HTTP of a process of a job is refused, and the code of the answer; 0: it
+// is admitted, and its connection counts as a member's. Requests of browsers are always refused: where there
+// is no token, a page of any web site could send them. what is the route, whose are the processes that use
+// it.
+func (g *Gate) Refusal(r *http.Request, what, whose string) (code int, why string) {
+	check := g.CheckToken(r.Header.Values("Authorization"))
+	switch {
+	case check == auth.TokenMissing || check == auth.TokenWrong:
+		return http.StatusUnauthorized, check.String()
+	case r.Header.Get("Origin") != "" || r.Header.Get("Sec-Fetch-Site") != "":
+		return http.StatusForbidden, what + " is for " + whose + ": a request of a browser is refused"
+	case !AsMember(r):
+		return http.StatusServiceUnavailable, "too many connections are open (max_connections)"
+	}
+	return 0, ""
 }
 
 // listen returns a listener that checks the connections of another one.

@@ -17,7 +17,7 @@ SLOT = {
     "job": "train",
     "group": "a",
     "group_rank": 0,
-    "slot": 0,
+    "path": "a/rank-0/0",
     "group_world_size": 1,
     "step": 700,
     "quorum": 3,
@@ -27,7 +27,7 @@ SLOT = {
 
 
 def test_the_table() -> None:
-    torn = {**SLOT, "slot": 1, "bytes": 4096, "incomplete": "it is being\x1b written"}
+    torn = {**SLOT, "path": "a/rank-0/1", "bytes": 4096, "incomplete": "it is being\x1b written"}
     held: list[dict[str, Any]] = [
         {"host": "one", "snapshots": [SLOT, torn]},
         {"host": "two", "snapshots": None},
@@ -38,7 +38,7 @@ def test_the_table() -> None:
         "one   train  a         0     -  0.0 MB      -  it is being? written",
     ]
     parts = {**SLOT, "share": [1, 3, 2]}
-    held[1]["snapshots"] = [parts, {**parts, "stored": "parts-of-step-700/a/rank-0"}]
+    held[1]["snapshots"] = [parts, {**parts, "path": "parts-of-step-700/a/rank-0", "stored": True}]
     assert [line.split("min  ")[1] for line in table(held[1:], 1120.0).splitlines()[1:]] == [
         "2 of 3 parts",
         "2 of 3 parts, on disk",

@@ -16,7 +16,6 @@ and the largest in the quorum counts.
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -29,17 +28,16 @@ from torchft._manager.rank import Position
 from torchft._manager.snapshots.changes import Changed, Versions
 from torchft._manager.snapshots.rate import Rate
 from torchft._manager.snapshots.restore import Choice, Ranks, Reachable
+from torchft._manager.snapshots.search import HOSTS_SEC, Search
 from torchft.checkpointing.client.target import BufferMap
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.codec.layout import plain_node, tensor_nodes, tensors_by_path
-from torchft.checkpointing.snapshots import gather, remote, slots, stored
-from torchft.checkpointing.snapshots.choice import Copy, given_up
-from torchft.checkpointing.snapshots.due import FINISHED, read_status, unwritten
+from torchft.checkpointing.snapshots import due, slots
+from torchft.checkpointing.snapshots.due import FINISHED, Due, read_status, unwritten
 from torchft.checkpointing.snapshots.fits import misfit
-from torchft.checkpointing.snapshots.gather import Source
-from torchft.checkpointing.snapshots.remote import Held
-from torchft.checkpointing.snapshots.shares import Share, missing
-from torchft.checkpointing.snapshots.slots import Header, Slot, SlotError
+from torchft.checkpointing.snapshots.reading import Slot
+from torchft.checkpointing.snapshots.shares import WHOLE, Share
+from torchft.checkpointing.snapshots.slots import Header, SlotError
 from torchft.checkpointing.source.offer import with_copies
 from torchft.utils import DeviceThread
 
@@ -52,9 +50,6 @@ if TYPE_CHECKING:
 # The longest wait for the end of a copy. One that takes longer hangs, for example with the device.
 _LONGEST_WAIT_SEC = 15.0
 _POLL_SEC = 0.005
-# How long a group waits for other hosts that begin as well, if a later step can be restored with them, and
-# how often it asks for them.
-_HOSTS_SEC, _ASK_SEC = 30.0, 0.5
 _OFF = "off"  # instead of the step of the next copy
 
 
@@ -92,12 +87,6 @@ class _Work:
         self.ended.set()
 
 
-def _make_copies(works: queue.SimpleQueue[Optional[_Work]]) -> None:
-    while (work := works.get()) is not None:
-        work.run()
-        del work  # keeps nothing of a step alive until the next copy
-
-
 def _nothing() -> None: ...
 
 
@@ -105,61 +94,26 @@ def _placed(slot: Slot, state: Any) -> Any:
     """The state of a slot. Tensors that the rank's own state lacks are on a device if they were on one."""
     own = tensors_by_path(state)
     nodes = {path: plain_node(node)[1] for path, node in tensor_nodes(slot.tree).items()}
-    home = BufferMap(own, {path: slot.devices[region] for path, region in nodes.items()})
+    devices = [region.device for region in slot.regions]
+    home = BufferMap(own, {path: devices[region] for path, region in nodes.items()})
     for region in {region for path, region in nodes.items() if path not in own}:
-        slot.flats[region] = slot.flats[region].to(home.of(slot.devices[region]))
+        slot.flats[region] = slot.flats[region].to(home.of(devices[region]))
     return slot.state()
 
 
-def _misfit(path: Path, own: Callable[[], Any]) -> Optional[str]:
-    try:
-        return misfit(slots.read_structure(path), own())
-    except SlotError as error:
-        return str(error)
-
-
-def _read(path: Path, header: Header, moved: Callable[[], None]) -> Slot:
-    slot = Slot.open(path, copy=True, moved=moved)
-    if slot.header != header:
-        raise SlotError(f"{path} has another state now")
-    return slot
-
-
-_Part = tuple[Optional[Share], Callable[[], Source]]  # what a slot has, and how it is read
-
-
-class _Elsewhere(NamedTuple):
-    """The slots of a step that a group may load, which are not whole in its own memory."""
-
-    whole: list[Held]
-    parts: list[_Part]
-    saved: list[float]  # when each was completed
-
-    def where(self) -> str:
-        """Names their places."""
-        return " or ".join(one.url for one in self.whole) or f"{len(self.parts)} slots with parts of it"
-
-    def lacks(self) -> tuple[int, ...]:
-        """The parts of the state that are in none of them."""
-        return () if self.whole else missing(share for share, _ in self.parts) or ()
-
-
-class State:
+class State(NamedTuple):
     """The state that is copied.
 
-    Args:
+    Attributes:
         read: returns it. Called on the training thread, when a step begins.
         load: loads it, on the training thread.
         own: returns what a rank has before it loads, with the paths of ``read``: tensors that differ are
             found before anything is loaded.
     """
 
-    def __init__(
-        self, read: Callable[[], Any], load: Callable[[Any], None], own: Optional[Callable[[], Any]] = None
-    ) -> None:
-        self.read = read
-        self.load = load
-        self.own = own or read
+    read: Callable[[], Any]
+    load: Callable[[Any], None]
+    own: Callable[[], Any]
 
 
 class Snapshots:
@@ -182,8 +136,7 @@ class Snapshots:
         otherwise: loads what the group begins with if no copy can be loaded that it has announced.
         restored: whether this process goes on from a copy, and has committed nothing since.
         state: the argument; a job replaces it before the first step.
-        disk: returns where a copy of a step is to be written to as well, for its header; None: nowhere.
-        kept: whether the next copy spares a slot, whose state is still to be written to disk.
+        mark: a step, and where its copy is to be written to as well; None: none is.
         copied: the step of the last copy that is complete.
         folder: of the job's checkpoints; None: it has none.
         member: the number of this group among those that committed the last step together, None if it was not
@@ -209,8 +162,7 @@ class Snapshots:
         self.on = settings.snapshots != 0
         self.state = state
         self.otherwise: Callable[[], object] = lambda: None
-        self.disk: Callable[[int], Optional[dict[str, Any]]] = lambda step: None
-        self.kept: Callable[[Header], bool] = lambda header: False
+        self.mark: Optional[tuple[int, Due]] = None
         self.copied = -1
         self.folder: Optional[Path] = None
         self.member: tuple[Optional[int], int] = None, 0
@@ -228,14 +180,11 @@ class Snapshots:
         )
         self._limit = min(_LONGEST_WAIT_SEC, settings.timeout.total_seconds())
         # Another rank of this group may have all of its parts: it waits for this one in the meantime.
-        self._patience = min(_HOSTS_SEC, settings.timeout.total_seconds() / 2)
+        self._patience = min(HOSTS_SEC, settings.timeout.total_seconds() / 2)
         self._lighthouse = settings.lighthouse_addr or ""
         self._unchanged = unchanged
         self._obstacle = obstacle
         self._logger = logger
-        self._here = (-1, -1)  # step and quorum of the newest whole copy on this host
-        self._parts: list[tuple[Path, Header]] = []  # slots of this host that have a part of a state
-        self._stored: list[tuple[int, int]] = []  # steps and quorums of those on a disk
         self._moving: set[int] = set()  # addresses of tensors that have changed while they were copied
         self._lock: Optional[int] = None  # the file that is locked
         self._rate = Rate()
@@ -246,13 +195,16 @@ class Snapshots:
         self._next: Optional[int] = None  # step of the next one, unless steps are given
         self._began: Optional[tuple[int, float, bool]] = None  # step, time, and whether it has a copy
         self._work: Optional[_Work] = None
-        self._works: queue.SimpleQueue[Optional[_Work]] = queue.SimpleQueue()
-        self._thread: Optional[threading.Thread] = None
 
     @property
     def works(self) -> bool:
         """Whether copies are made."""
         return self._lock is not None
+
+    @property
+    def owed(self) -> bool:
+        """Whether the copy that is to be written to disk is not complete."""
+        return self.mark is not None and self.mark[0] > self.copied
 
     # The begin of a job
 
@@ -265,7 +217,6 @@ class Snapshots:
         if self._exhausted:
             return False
         reach: list[Reachable] = []
-        self._parts = []
         own = cache(self.state.own)  # a function of the user's, called once and only for a copy
         try:
             if (why := self._obstacle()) is not None:
@@ -274,24 +225,21 @@ class Snapshots:
                 raise SlotError("this group has no name that stays the same: give Manager a replica_id")
             if self._lock is None:
                 self._take_slots()
-            reach = list(self._reachable(own))
-            # also of steps that are here: another rank may lack these, or one of them may be damaged
-            reach += self._elsewhere()
-            reach = [one for one in self._wanted(reach) if one.step > beyond]
+            search = Search(
+                self._job,
+                self._group,
+                self._ranks.group_rank,
+                self._ranks.group_world_size,
+                self._lighthouse,
+                self.folder,
+                self._patience,
+                self._logger.warn,
+            )
+            reach = [one for one in search.run(own) if one.step > beyond]
         except SlotError as error:
             self._turn_off(str(error))
         self._choice = Choice(self._ranks, reach, self._logger.warn)
         return self._choice.newest is not None
-
-    def _wanted(self, reach: list[Reachable]) -> list[Reachable]:
-        """Without the copies of a history that the job has given up."""
-        shown = given_up([Copy(one.step, one.quorum, one.where, one.saved) for one in reach])
-        for (step, _), other in shown.items():
-            self._logger.warn(
-                f"the copy of step {step} is not loaded: the job went on from an earlier step without it, as "
-                f"that of step {other.step} shows, in {other.where}"
-            )
-        return [one for one in reach if (one.step, one.quorum) not in shown]
 
     def found(self, own: Position) -> Optional[Reachable]:
         """Returns the copy that this group can load, if it is of a later step than its own state."""
@@ -314,7 +262,7 @@ class Snapshots:
                 self.otherwise()
             return None
         self._choice = None
-        header, where = slot.header, slot.path
+        header, where = slot.header, slot.where
         began = time.monotonic()
         try:
             self.state.load(_placed(slot, own()))
@@ -345,105 +293,6 @@ class Snapshots:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun's: one rank of each host
             _keeper.ensure(self._job, self._lighthouse)
 
-    def _reachable(self, own: Callable[[], Any]) -> Iterator[Reachable]:
-        rank, ranks = self._ranks.group_rank, self._ranks.group_world_size
-        self._parts, self._stored = [], []
-        for path, header in slots.found(self._job, self._group, rank, self._logger.warn, self._lighthouse):
-            if header.group_world_size != ranks:
-                self._logger.warn(
-                    f"{path} is not loaded: it is of a group of {header.group_world_size} ranks, and this "
-                    f"one has {ranks}"
-                )
-                continue
-            if header.share is not None:
-                self._parts.append((path, header))
-                continue
-            self._here = max(self._here, (header.step, header.quorum))
-            fits, read = partial(_misfit, path, own), partial(_read, path, header)
-            yield Reachable(header.step, header.quorum, str(path), fits, read, header.saved)
-        if self.folder is not None:
-            self._find_stored(self.folder, rank, ranks)
-
-    def _find_stored(self, folder: Path, rank: int, ranks: int) -> None:
-        try:
-            kept = stored.found(folder, self._job, self._logger.warn)
-            for path, header in kept:
-                if (header.group_rank, header.group_world_size) == (rank, ranks):
-                    self._parts.append((path, header))
-                    self._stored.append((header.step, header.quorum))
-            stored.tell(self._folder.parents[1], kept, folder)
-        except OSError as error:
-            self._logger.warn(f"parts of states in {folder} are not read: {error.strerror}")
-
-    def _elsewhere(self) -> list[Reachable]:
-        """The slots of this rank, of any group, on other hosts, and what slots with parts of a state give
-        together. Called after ``_reachable``.
-        """
-        until, waits = time.monotonic() + self._patience, False
-        while True:
-            found = self._found_elsewhere()
-            lacks = {key: lacks for key, of in found.items() if (lacks := of.lacks())}
-            whole = max((key for key in found if key not in lacks), default=(-1, -1))
-            newer = [key for key in self._stored if key in lacks and key > max(whole, self._here)]
-            if not newer or not self._lighthouse or time.monotonic() > until:
-                break
-            if not waits:
-                waits = True
-                self._logger.warn(
-                    f"waits up to {self._patience:g} s for the hosts that have parts "
-                    f"{list(lacks[max(newer)])} of step {max(newer)[0]} on their disks"
-                )
-            time.sleep(_ASK_SEC)
-        for (step, _), parts in lacks.items():
-            self._logger.warn(
-                f"the copy of step {step} is not loaded: no host that is left has its parts {list(parts)}"
-            )
-        return [
-            Reachable(*key, of.where(), _nothing, partial(self._read_elsewhere, *key, of), max(of.saved))
-            for key, of in found.items()
-            if key not in lacks
-        ]
-
-    def _read_elsewhere(self, step: int, quorum: int, of: _Elsewhere, moved: Callable[[], None]) -> Slot:
-        return self._fetch(of.whole, moved) if of.whole else self._gather(step, quorum, of.parts, moved)
-
-    def _found_elsewhere(self) -> dict[tuple[int, int], _Elsewhere]:
-        held = []
-        try:
-            if self._lighthouse:
-                held = remote.held(self._lighthouse, self._job, self._logger.warn)
-        except SlotError as error:
-            self._logger.warn(str(error))
-        which = (self._ranks.group_rank, self._ranks.group_world_size)
-        found: dict[tuple[int, int], _Elsewhere] = {}
-        for path, header in self._parts:
-            of = found.setdefault((header.step, header.quorum), _Elsewhere([], [], []))
-            of.saved.append(header.saved)
-            of.parts.append((header.share, partial(gather.local, path)))
-        for one in held:
-            if (one.rank, one.ranks) == which:
-                of = found.setdefault((one.step, one.quorum), _Elsewhere([], [], []))
-                of.saved.append(one.saved)
-                if one.share is None:
-                    of.whole.append(one)
-                else:
-                    of.parts.append((one.share, partial(remote.part, one)))
-        return found
-
-    def _fetch(self, whole: list[Held], moved: Callable[[], None]) -> Slot:
-        hosts = ", ".join(sorted({one.host for one in whole}))
-        self._logger.info(f"fetches the copy of step {whole[0].step} from the memory of {hosts}")
-        return remote.fetch(whole, self._folder / "fetched", moved)
-
-    def _gather(self, step: int, quorum: int, parts: list[_Part], moved: Callable[[], None]) -> Slot:
-        self._logger.info(f"gathers the copy of step {step} from {len(parts)} slots with parts of it")
-        which = (step, quorum, self._ranks.group_rank, self._ranks.group_world_size)
-
-        def fits(header: Header) -> bool:
-            return (header.step, header.quorum, header.group_rank, header.group_world_size) == which
-
-        return gather.gather([opened for _, opened in parts], self._folder / "fetched", fits, moved)
-
     # Steps
 
     def begin(self, position: Position) -> None:
@@ -455,15 +304,14 @@ class Snapshots:
         self._began = None if again else (step, now, False)
         if self._lock is None or position.committed_quorum_id < 0:
             return
-        disk = self.disk(step)
-        if step <= self._last or not (disk is not None or self._due(step)):
+        if step <= self._last or not (self._marked(step) or self._due(step)):
             return
         if (why := self._obstacle()) is not None:
             self._turn_off(why)
             return
         if self._began is not None:
             self._began = step, now, True
-        self._copy(position, disk)
+        self._copy(position)
 
     def last(self, position: Position) -> None:
         """Copies the state of the last step, whether or not a copy is due: a group that leaves on request
@@ -472,19 +320,22 @@ class Snapshots:
         if self._lock is None or position.committed_quorum_id < 0 or position.step <= self._last:
             return
         if self._obstacle() is None:
-            self._copy(position, self.disk(position.step), last=True)
+            self._copy(position, last=True)
             self.end()
 
-    def _copy(self, position: Position, disk: Optional[dict[str, Any]], last: bool = False) -> None:
+    def _copy(self, position: Position, last: bool = False) -> None:
         self._last = position.step
         part, parts = self.member
         if self._copies and part is None:
             return  # the groups that committed the step keep it among themselves
-        share = None if part is None else Share.of(part, parts, self._copies)
+        share = WHOLE if part is None else Share.of(part, parts, self._copies)
         try:
-            self._start(position, disk, last, share)
+            self._start(position, last, share)
         except Exception as error:
             self._turn_off(f"its state cannot be copied: {error}")
+
+    def _marked(self, step: int) -> Optional[Due]:
+        return self.mark[1] if self.mark is not None and self.mark[0] == step else None
 
     def _due(self, step: int) -> bool:
         if (every := self.agreed if self.announces else self._every) is not None:
@@ -493,9 +344,7 @@ class Snapshots:
             self._next = step + 1  # the step after the first, which takes longer than the others
         return step >= self._next
 
-    def _start(
-        self, position: Position, disk: Optional[dict[str, Any]], last: bool, share: Optional[Share]
-    ) -> None:
+    def _start(self, position: Position, last: bool, share: Share) -> None:
         began = time.monotonic()
         self._number += 1
         state, _ = with_copies(self.state.read(), self._unchanged(), self._moving)
@@ -514,27 +363,16 @@ class Snapshots:
             position.batches_committed,
             position.committed_quorum_id,
             saved=0.0,
-            disk=disk,
+            disk=self._marked(position.step),
             share=share,
         )
-        path = self._folder / slots.SLOTS[slots.pick(self._headers(), self.kept)]
+        status = read_status(self._folder.parents[1])
+        path = slots.pick(slots.headers(self._folder), lambda header: due.kept(header, status))
         hears = agreed and self._ranks.group_rank > 0
         then = partial(self._hear, f"{self._key}/{self._number}") if hears else _nothing
         pieces = slots.write(path, header, encoded, lambda: not versions.changed())
         work = self._work = _Work(path, versions, pieces, then, began)
-        if self._thread is None:  # which does not keep the Manager alive between two copies
-            self._thread = DeviceThread(_make_copies, "torchft_snapshots", [self._works])
-            self._thread.start()
-        self._works.put(work)
-
-    def _headers(self) -> list[Optional[Header]]:
-        headers: list[Optional[Header]] = []
-        for name in slots.SLOTS:
-            try:
-                headers.append(slots.read_header(self._folder / name))
-            except SlotError:
-                headers.append(None)
-        return headers
+        DeviceThread(work.run, "torchft_snapshots").start()
 
     def _tell(self, following: str, number: int) -> None:
         """Tells the other ranks of this group the step of the copy of a number."""
@@ -599,14 +437,14 @@ class Snapshots:
             slots.let_go(lock)
 
     def close(self, finished: bool) -> None:
-        """Ends the thread, on any thread. `finished`: whether the training has ended on purpose: its slots
-        are removed, by the writer of this host if it has yet to write one to disk.
+        """Ends the copy in progress, on any thread. `finished`: whether the training has ended on purpose:
+        its slots are removed, by the writer of this host if it has yet to write one to disk.
         """
         self.abandon()
-        self._works.put(None)
         if finished and self._lock is not None:
             told = read_status(self._folder.parents[1])
-            if any(header is not None and unwritten(header, told) for header in self._headers()):
+            found = [header for _, header in slots.headers(self._folder) if header is not None]
+            if any(unwritten(header, told) for header in found):
                 (self._folder / FINISHED).touch()
             else:
                 slots.remove(self._folder)

@@ -1,5 +1,8 @@
 """How the ranks of a group choose the copy that they can begin with. They agree through their store.
 
+All ranks of a group restore the same step of the same history. After a failure of all groups two groups can
+have committed the same step in different quorums, with different weights: the quorum tells these apart.
+
 All ranks compute the choice from the same values. The group announces its step with its first request for a
 quorum, and reads the copy only if no other group has a newer state: so its bytes are verified when they are
 loaded, and before that only whether its structure fits. If the copy of one rank is damaged then, none is
@@ -12,18 +15,21 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple, Optional, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
-from torchft.checkpointing.snapshots.choice import Copy, newest
-from torchft.checkpointing.snapshots.slots import Slot, SlotError
+from torchft.checkpointing.snapshots.reading import Slot
+from torchft.checkpointing.snapshots.slots import SlotError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 class Reachable(NamedTuple):
     """A copy that this rank can load.
 
     Attributes:
-        step, quorum: of the copy.
-        where: names its place.
+        step, quorum: of the copy; -1: the quorum in which the step was committed is not known.
+        where: names its places.
         misfit: returns why it does not fit this rank, as far as that is known without its tensors.
         open: reads and verifies it, into memory of this process; calls its argument as it gets on.
         saved: when it was completed, in seconds since 1970.
@@ -36,18 +42,21 @@ class Reachable(NamedTuple):
     open: Callable[[Callable[[], None]], Slot]
     saved: float = 0.0
 
-    def same_state(self, other: Optional[Reachable]) -> bool:
-        """Whether another one is of the same step of the same history."""
-        return other is not None and (self.step, self.quorum) == (other.step, other.quorum)
 
-
-class Store(Protocol):
-    """The methods of a PyTorch store that are used here."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
-    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-    def add(self, key: str, amount: int, /) -> int: ...
+def given_up(copies: Sequence[Reachable]) -> list[tuple[Reachable, Reachable]]:
+    """Returns the copies of states that the job has given up, each with one that shows it: the job went on
+    from an earlier step, in a later quorum and later. Ids of quorums may begin anew with another lighthouse,
+    so they alone do not tell.
+    """
+    shown = []
+    for one in copies:
+        later = [
+            other
+            for other in copies
+            if other.quorum > one.quorum and other.step < one.step and other.saved > one.saved
+        ]
+        shown += [(one, later[-1])] if later else []
+    return shown
 
 
 class Ranks:
@@ -108,7 +117,7 @@ class Choice:
 
     Args:
         ranks: the ranks of the group.
-        reach: what this rank can load; of several copies of a step the first is preferred.
+        reach: what this rank can load.
         say: called with the reason for each copy that this rank does not load.
 
     Attributes:
@@ -128,34 +137,27 @@ class Choice:
 
     def _choose(self) -> None:
         while True:
-            told = json.dumps([[one.step, one.quorum] for one in self._left])
-            lists = [json.loads(each) for each in self._ranks.exchange(told)]
-            choice = newest(
-                [[Copy(step, quorum, str(i)) for i, (step, quorum) in enumerate(one)] for one in lists]
-            )
-            if choice is None:
-                self.newest = None
-                return
-            self.newest = self._left[int(choice.places[self._ranks.group_rank])]
-            if not self._refused(self.newest, self.newest.misfit()):
+            own = {(one.step, one.quorum): one for one in self._left}
+            lists = [json.loads(each) for each in self._ranks.exchange(json.dumps(list(own)))]
+            common = set(own).intersection(*({(step, quorum) for step, quorum in each} for each in lists))
+            self.newest = own[max(common)] if common else None
+            if self.newest is None or not self._refused(self.newest, self.newest.misfit()):
                 return
 
     def open(self, refuses: Callable[[Slot], Optional[str]]) -> Optional[Slot]:
         """Reads and verifies the newest copy. Returns None if a rank cannot load its own: the ranks have
         chosen again then. `refuses`: returns why this rank does not load a copy; None: it does.
         """
-        first = self.newest
-        while first is not None and first.same_state(self.newest):
-            assert self.newest is not None
-            slot = why = None
-            try:
-                slot = self.newest.open(self._ranks.moved)
-                why = refuses(slot)
-            except SlotError as error:
-                why = str(error)
-            if not self._refused(self.newest, why):
-                return slot
-            self._choose()
+        assert self.newest is not None
+        slot = why = None
+        try:
+            slot = self.newest.open(self._ranks.moved)
+            why = refuses(slot)
+        except SlotError as error:
+            why = str(error)
+        if not self._refused(self.newest, why):
+            return slot
+        self._choose()
         return None
 
     def _refused(self, mine: Reachable, why: Optional[str]) -> bool:

@@ -1,5 +1,5 @@
 """Copies of states that outlive trainers.
 
-`slots` is their format in memory, `choice` decides which step a group restores. Where each group keeps a part
-of the state, `shares` says which, and `gather` makes a whole of them.
+`slots` is their format in memory, `shares` says which parts of a state a group keeps, and `reading` makes a
+whole of the slots of this and of other hosts (`remote`).
 """

@@ -3,7 +3,7 @@
 A process makes the files offline: from the structure and the memory of a rank's state, without process
 groups. Each rank's state is a list of items: a part of a tensor, or an object. Ranks and groups that hold the
 same item share the work (:func:`assign`); one that has the results of all makes the metadata
-(:func:`finish`).
+(:func:`write_metadata`).
 
 Items depend on the state alone: tensors are cut at 64 MiB, and a shard's place in its tensor follows from the
 rank and the DTensor's placements.
@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchft.checkpointing.codec.encoding import decode, tensor_at
-from torchft.checkpointing.snapshots.shares import Share, deal
+from torchft.checkpointing.snapshots.shares import WHOLE, Share
 from torchft.checkpointing.transport import CheckpointError
 
 CUT = 64 << 20  # bytes of a tensor in one item, if its first dimension allows that
@@ -62,7 +62,8 @@ class Content:
         flats: the memory of each region, as flat tensors of bytes.
         rank: the rank in the group, by which DTensors name the members of their meshes.
         what: name of the state in errors.
-        share: what the regions have of the state; None: all.
+        share: what the regions have of the state.
+        given: the part of each region, as in the table of a slot; empty: all groups have all.
 
     Raises:
         DiskError: a tensor's place is not known.
@@ -70,11 +71,16 @@ class Content:
     """
 
     def __init__(
-        self, tree: Any, flats: List[torch.Tensor], rank: int, what: str, share: Optional[Share] = None
+        self,
+        tree: Any,
+        flats: List[torch.Tensor],
+        rank: int,
+        what: str,
+        share: Share = WHOLE,
+        given: Sequence[Optional[int]] = (),
     ) -> None:
         self._share = share
-        dealt = deal([flat.numel() for flat in flats], share.parts) if share is not None else ()
-        parts = {_memory(flat): part for flat, part in zip(flats, dealt) if part is not None}
+        parts = {_memory(flat): part for flat, part in zip(flats, given) if part is not None}
         shards: Dict[int, Tuple[List[int], List[int]]] = {}  # shape of the whole and place in it, by id
 
         def shard(path: Tuple[str, ...], node: List[Any]) -> Optional[torch.Tensor]:
@@ -123,7 +129,7 @@ class Content:
 
     def value(self, index: MetadataIndex) -> Any:
         """Returns the tensor or object of an item. DiskError: this state has no such item."""
-        if self._share is not None and not self._share.has(self.parts.get(index)):
+        if not self._share.has(self.parts.get(index)):
             raise DiskError(f"this group has {self._share} of the state, which lacks {index.fqn}")
         try:
             return self._values[index]
@@ -253,38 +259,23 @@ class _Values(DefaultSavePlanner):
         return self._content.value(index)
 
 
-class _Checked(io.RawIOBase):
+class _Checked(io.BufferedWriter):
     """A new file with the CRC of what was written to it."""
 
     def __init__(self, path: Path, watch: Watch) -> None:
-        self._file = open(path, "xb")  # noqa: SIM115  closed by close()
+        super().__init__(io.FileIO(path, "xb"))
         self._watch = watch
         self.size, self.crc = 0, 0
 
-    def writable(self) -> bool:
-        return True
-
     def write(self, data: Any) -> int:
-        self._file.write(data)
-        count = memoryview(data).nbytes
+        count = super().write(data)
         self.size, self.crc = self.size + count, zlib.crc32(data, self.crc)
         self._watch(count)
         return count
 
-    def tell(self) -> int:
-        return self.size
-
     def fileno(self) -> int:
-        self._file.flush()  # PyTorch 2.7 asks for this only, before fsync
-        return self._file.fileno()
-
-    def flush(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+        self.flush()  # PyTorch 2.7 asks for this only, before fsync
+        return super().fileno()
 
 
 class _CheckedFiles(FileSystem):
@@ -294,23 +285,9 @@ class _CheckedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
-        file = _Checked(Path(path), self._watch)
-        try:
+        with _Checked(Path(path), self._watch) as file:
             yield file
-        finally:
-            file.close()
         self.files[Path(path).name] = file.size, file.crc
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        super().rename(path, new_path)
-        self.files[Path(new_path).name] = self.files.pop(Path(path).name)
-
-
-def _files_writer(folder: Path, watch: Watch) -> Tuple[FileSystemWriter, _CheckedFiles]:
-    # Copies ahead would begin to use a device, which the process that writes must not.
-    writer, files = FileSystemWriter(folder, per_thread_copy_ahead=0), _CheckedFiles(watch)
-    writer.fs = files
-    return writer, files
 
 
 def write(
@@ -330,7 +307,9 @@ def write(
     """
     if not items:
         return Written([], {})
-    writer, files = _files_writer(folder, watch)
+    # Copies ahead would begin to use a device, which the process that writes must not.
+    writer, files = FileSystemWriter(folder, per_thread_copy_ahead=0), _CheckedFiles(watch)
+    writer.fs = files
     (plan,) = writer.prepare_global_plan([SavePlan(items)])
     kind = type(plan.storage_data)
     plan = dataclasses.replace(plan, storage_data=kind(f"{name}_"))
@@ -343,36 +322,27 @@ def write(
     return Written(results, files.files)
 
 
-def finish(
-    folder: Path, shares: Iterable[Items], mappings: Iterable[Mappings], written: Iterable[Written]
-) -> Files:
-    """Makes a checkpoint of files: writes the metadata.
+def write_metadata(
+    folder: Path, items: Items, mappings: Iterable[Mappings], written: Iterable[Written]
+) -> None:
+    """Writes the metadata of a checkpoint to a folder.
 
     Args:
-        folder: where the files are.
-        shares: the items of all.
+        folder: an empty one.
+        items: of all.
         mappings: of all ranks.
         written: the results of all.
-
-    Returns:
-        All files of the checkpoint.
 
     Raises:
         DiskError: something of a tensor is in no file.
         OSError: the metadata cannot be written.
     """
-    items = [item for share in shares for item in share]
     missing = _missing(items)
     if missing:
         raise DiskError(f"no rank has all of {', '.join(missing[:3])}{' …' * (len(missing) > 3)}")
     _, metadata = create_default_global_save_plan([SavePlan(items)])
     metadata = dataclasses.replace(metadata, planner_data=dict(ChainMap(*mappings)))
-    for left in (METADATA, f"{METADATA}.tmp"):  # of a process that was killed
-        (folder / left).unlink(missing_ok=True)
-    writer, files = _files_writer(folder, lambda count: None)
-    every = list(written)
-    writer.finish(metadata, [each.results for each in every])
-    return {**{name: found for each in every for name, found in each.files.items()}, **files.files}
+    FileSystemWriter(folder).finish(metadata, [each.results for each in written])
 
 
 def _missing(items: Items) -> List[str]:

@@ -1,6 +1,6 @@
 """Which states are to be written to disk, and what has become of it.
 
-The trainer marks a slot with a folder (``disk`` in its header, :class:`Due`). The writer says what it does in
+The trainer marks a slot with a folder (:class:`Due`, in its header). The writer says what it does in
 ROOT/<job>/disk.json (:class:`Status`, by folder). So neither waits for the other, nor the trainer for a disk.
 """
 
@@ -9,28 +9,24 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Dict, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Dict, NamedTuple, Optional
 
-from torchft.checkpointing.snapshots.slots import Header
+if TYPE_CHECKING:
+    from torchft.checkpointing.snapshots.slots import Header
 
 STATUS = "disk.json"
 FINISHED = "finished"  # a file beside the slots of a rank: they are removed when what is due is written
 
 
 class Due(NamedTuple):
-    """Where a state is to be written to, as the header of a slot has it.
+    """Where a state is to be written to.
 
     Attributes:
         folder: of the job's checkpoints, an absolute path.
-        every: steps between two checkpoints.
-        part, parts: the part of the group, of how many groups that share the work.
         key: names this state: equal in all groups that committed the step together, and in no others.
     """
 
     folder: str
-    every: int
-    part: int
-    parts: int
     key: str
 
 
@@ -52,17 +48,9 @@ class Status(NamedTuple):
     since: float = 0.0
 
 
-def due(header: Header) -> Optional[Due]:
-    """Returns where the state of a slot is to be written to; None: nowhere."""
-    given = header.disk
-    if given is None or not all(name in given for name in Due._fields):
-        return None
-    return Due(*(given[name] for name in Due._fields))
-
-
 def unwritten(header: Header, status: Dict[str, Status]) -> bool:
     """Whether a slot's state is still to be written, so that the slot is not removed."""
-    to = due(header)
+    to = header.disk
     return to is not None and header.step > status.get(to.folder, Status()).written
 
 
@@ -70,8 +58,7 @@ def kept(header: Header, status: Dict[str, Status]) -> bool:
     """Whether the next copy goes to the other slot, because this one is still to be written. While an earlier
     step is written to a slow disk, that one is kept and not the later ones.
     """
-    to = due(header)
-    writing = None if to is None else status.get(to.folder, Status()).writing
+    writing = None if header.disk is None else status.get(header.disk.folder, Status()).writing
     return unwritten(header, status) and writing in (None, header.step)
 
 

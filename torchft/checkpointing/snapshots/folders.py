@@ -85,7 +85,7 @@ def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> Optional[Damage
         except FileNotFoundError:
             return _short(checkpoint) if share == 0 else None
         for name, (size, crc) in sorted(files.items())[share::shares]:
-            if (found := _checksum(checkpoint / name)) != (size, crc):
+            if (found := checksum(checkpoint / name)) != (size, crc):
                 return Damage(
                     f"{name} has {found[0]} bytes with CRC {found[1]:08x} instead of {size} with {crc:08x}"
                 )
@@ -94,7 +94,8 @@ def damage(checkpoint: Path, share: int = 0, shares: int = 1) -> Optional[Damage
     return None
 
 
-def _checksum(path: Path) -> Tuple[int, int]:
+def checksum(path: Path) -> Tuple[int, int]:
+    """Returns size and CRC32 of a file."""
     size, crc = 0, 0
     with open(path, "rb") as file:
         while block := file.read(_AT_ONCE):
@@ -126,9 +127,22 @@ def set_aside(checkpoint: Path) -> None:
 def prune(folder: Path) -> None:
     """Deletes all but the newest checkpoints of torchft, and what was begun of steps before the newest."""
     found = complete(folder)
-    for _, old in [each for each in found if (each[1] / DIGESTS).exists()][:-KEPT]:
+    own = [checkpoint for _, checkpoint in found if (checkpoint / DIGESTS).exists()]
+    for old in own[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)
+    for checkpoint in own[-KEPT:]:
+        _tidy(checkpoint)
     prune_begun(folder, found[-1][0] if found else -1)
+
+
+def _tidy(checkpoint: Path) -> None:
+    """Deletes what was left by the processes that have written a checkpoint together."""
+    files = (describe(checkpoint) or {}).get("files") or {}
+    for each in checkpoint.iterdir() if files else ():
+        if each.is_dir():
+            shutil.rmtree(each, ignore_errors=True)
+        elif each.name not in (DIGESTS, *files):
+            each.unlink(missing_ok=True)
 
 
 def prune_begun(folder: Path, newest: int) -> None:

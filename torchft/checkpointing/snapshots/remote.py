@@ -1,32 +1,23 @@
-"""Slots in the memory of other hosts, which their keepers serve (go/keeper).
-
-Where every group has the whole state, a job goes on from the copy of any host that is left.
-"""
+"""Slots of other hosts, in memory and on disk, which their keepers serve (go/keeper)."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import logging
-import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from functools import partial
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
 from torchft._lighthouse_http import HttpLighthouse, Unanswered, direct, refusal_of, token_headers
 from torchft.addresses import is_loopback
-from torchft.checkpointing.client.progress import TransferProgress
-from torchft.checkpointing.snapshots.gather import Source
-from torchft.checkpointing.snapshots.shares import Share
-from torchft.checkpointing.snapshots.slots import Slot, SlotError
-
-_log = logging.getLogger(__name__)
+from torchft.checkpointing.snapshots.reading import Source
+from torchft.checkpointing.snapshots.shares import WHOLE, Share
+from torchft.checkpointing.snapshots.slots import Header, SlotError
 
 # Keepers report every 2 s, so one that a lighthouse has not heard of within this time has nothing to say.
 _ALL_HEARD_SEC = 2.5
@@ -34,44 +25,19 @@ _ANSWER_SEC = 5.0
 # How long a keeper may take to say what it holds, and how many are asked at a time. The lighthouse does not
 # list one that it has not heard of for as long.
 _LIST_SEC, _AT_ONCE = 10.0, 32
-# A source that sends less than _LEAST within this time is given up.
-_PROGRESS_SEC = 10.0
-_LEAST = 1 << 20  # bytes
-_BLOCK = 1 << 20
+_SILENT_SEC = 10.0  # a keeper that sends nothing for as long is given up
 
 
 class Held(NamedTuple):
     """A slot that a keeper holds.
 
     Attributes:
-        address: of the keeper, ``http://host:port``.
-        host: its name.
-        job, group, rank, slot: which slot it is.
-        ranks: number of ranks of its group.
-        step, quorum: of the state.
-        share: what of the state it has; None: all.
-        stored: its file on the host's disk; empty: it is in memory.
+        header: as far as the keeper tells it.
+        source: reads it.
     """
 
-    address: str
-    host: str
-    job: str
-    group: str
-    rank: int
-    slot: int
-    ranks: int
-    step: int
-    quorum: int
-    share: Optional[Share] = None
-    stored: str = ""
-    saved: float = 0.0
-
-    @property
-    def url(self) -> str:
-        if self.stored:
-            return f"{self.address}/stored/{quote(self.job, safe='')}/{quote(self.stored)}"
-        names = (quote(self.job, safe=""), quote(self.group, safe=""), str(self.rank), str(self.slot))
-        return "/".join((self.address, "snapshots", *names))
+    header: Header
+    source: Source
 
 
 def held(lighthouse: str, job: str, say: Callable[[str], None] = lambda text: None) -> list[Held]:
@@ -84,8 +50,7 @@ def held(lighthouse: str, job: str, say: Callable[[str], None] = lambda text: No
     Args:
         lighthouse: its addresses, separated by commas.
         job: name under which the ranks keep slots.
-        say: called with the reason for each slot that this version cannot fetch, and for each keeper that
-            does not answer.
+        say: called with the reason for each keeper that does not answer, or not as this version's does.
 
     Raises:
         SlotError: no lighthouse answers, or not as this version's does.
@@ -102,196 +67,68 @@ def held(lighthouse: str, job: str, say: Callable[[str], None] = lambda text: No
             if time.monotonic() >= until:
                 raise SlotError(f"snapshots on other hosts are not found: {error}") from None
         except (KeyError, TypeError) as error:
-            raise _other_version("the lighthouse", error) from None
+            raise SlotError(
+                "snapshots on other hosts are not found: the lighthouse is of another version, its answer "
+                f"lacks {error}"
+            ) from None
         else:
             missing = _ALL_HEARD_SEC - listening_ms / 1000
             if missing <= 0 or time.monotonic() >= until:
-                return _complete(_asked(keepers, lighthouse, say), job, say)
+                return _of_all(keepers, job, say)
         time.sleep(0.1)
 
 
-def _asked(
-    keepers: Sequence[dict[str, Any]], lighthouse: str, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """Returns the keepers with what they hold at this moment."""
+def _of_all(keepers: Sequence[dict[str, Any]], job: str, say: Callable[[str], None]) -> list[Held]:
+    """Asks keepers what they hold at this moment."""
 
-    def ask(keeper: dict[str, Any]) -> dict[str, Any]:
+    def ask(keeper: dict[str, Any]) -> list[Held]:
         try:
-            listed = _listed(keeper["address"], lighthouse)
-            return {**keeper, "snapshots": _present(keeper["snapshots"] or [], listed)}
-        except (SlotError, KeyError, TypeError, AttributeError) as error:
+            return [
+                _held(keeper["address"], slot)
+                for slot in _listed(keeper["address"])
+                if slot["job"] == job and not slot.get("incomplete")
+            ]
+        except SlotError as error:
             say(f"the copies of {keeper.get('host')} are not found, its keeper does not answer: {error}")
-            return {**keeper, "snapshots": []}
+        except (KeyError, TypeError, AttributeError) as error:
+            say(
+                f"the copies of {keeper.get('host')} are not found: its keeper is of another version, its "
+                f"answer lacks {error}"
+            )
+        return []
 
     if not keepers:
         return []
     with ThreadPoolExecutor(min(len(keepers), _AT_ONCE), thread_name_prefix="torchft_keepers") as threads:
-        return list(threads.map(ask, keepers))
+        found = [slot for of_one in threads.map(ask, keepers) for slot in of_one]
+    return sorted(found, key=lambda one: (-one.header.step, -one.header.quorum, one.source.where))
 
 
-def _present(told: Sequence[dict[str, Any]], listed: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the slots that a keeper lists, and those that only its report has: the keeper may know the
-    lighthouse by another address.
-    """
-    place = ("job", "group", "group_rank", "slot", "stored")
-    return list({tuple(slot.get(name) for name in place): slot for slot in (*told, *listed)}.values())
+def _held(address: str, slot: dict[str, Any]) -> Held:
+    names = ("job", "group", "group_rank", "group_world_size", "step", "quorum", "saved")
+    share = Share(*slot["share"]) if slot.get("share") else WHOLE
+    header = Header(**{name: slot[name] for name in names}, batches=0, share=share)
+    url = f"{address}/snapshots/{quote(header.job, safe='')}/{quote(slot['path'])}"
+    return Held(header, Source(url, partial(_opened, url, address)))
 
 
-def _listed(address: str, lighthouse: str) -> Any:
-    url = f"{address}/snapshots?lighthouse={quote(lighthouse, safe='')}"
+def _listed(address: str) -> Any:
     try:
-        request = urllib.request.Request(url, headers=token_headers())
-        with direct(address).open(request, timeout=_LIST_SEC) as response:
-            return json.loads(b"".join(_blocks(response, url)))
-    except urllib.error.HTTPError as error:
-        with error:
-            raise SlotError(str(refusal_of(url, error.code, error.read()))) from None
+        with _request(f"{address}/snapshots", address, _LIST_SEC) as response:
+            return json.loads(response.read())
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise SlotError(f"{address}: {getattr(error, 'reason', error)}") from None
 
 
-def _complete(keepers: Sequence[dict[str, Any]], job: str, say: Callable[[str], None]) -> list[Held]:
-    found = []
-    for keeper in keepers:
-        try:
-            found += [
-                Held(
-                    keeper["address"],
-                    keeper["host"],
-                    job,
-                    slot["group"],
-                    slot["group_rank"],
-                    slot["slot"],
-                    slot["group_world_size"],
-                    slot["step"],
-                    slot["quorum"],
-                    Share(*slot["share"]) if slot.get("share") else None,
-                    slot.get("stored", ""),
-                    slot.get("saved", 0.0),
-                )
-                for slot in keeper["snapshots"] or []
-                if slot["job"] == job and not slot.get("incomplete")
-            ]
-        except (KeyError, TypeError) as error:
-            say(str(_other_version(f"the keeper of {keeper.get('host')}", error)))
-    return sorted(found, key=lambda one: (-one.step, -one.quorum, one.address))
+def _opened(url: str, address: str, offset: int, length: int) -> Any:
+    return _request(url, address, _SILENT_SEC, Range=f"bytes={offset}-{offset + length - 1}")
 
 
-def _other_version(what: str, error: Exception) -> SlotError:
-    return SlotError(
-        f"snapshots on other hosts are not found: {what} is of another version, its answer lacks {error}"
-    )
-
-
-def fetch(sources: Sequence[Held], into: Path, moved: Callable[[], None] = lambda: None) -> Slot:
-    """Fetches a slot, from the first of several sources that sends it, and verifies it.
-
-    Args:
-        sources: slots with one state.
-        into: a file that is written for the time of the call, in memory; the slot keeps its memory.
-        moved: called as it gets on.
-
-    Raises:
-        SlotError: no source has sent it; the message has the cause of each.
-    """
-    causes = []
-    for source in sources:
-        try:
-            try:
-                _receive(source, into, moved)
-                slot = Slot.open(into, moved=moved)
-            finally:
-                with suppress(FileNotFoundError):
-                    into.unlink()
-            header = slot.header
-            if (header.step, header.quorum, header.group_rank) == (source.step, source.quorum, source.rank):
-                return slot
-            causes.append(f"{source.url} has step {header.step} now")
-        except (SlotError, OSError) as error:
-            causes.append(str(error))
-    raise SlotError("; ".join(causes) or "there is no source")
-
-
-def _receive(source: Held, into: Path, moved: Callable[[], None]) -> None:
-    """Receives the bytes of a slot."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(into, flags, 0o600), "wb", buffering=0) as file:
-        for block in _Connection(source).read(0, None):
-            _write(file, block)
-            moved()
-
-
-def part(source: Held) -> Source:
-    """Returns a slot of another host, of which a part is read."""
-    return Source(source.url, None, _Connection(source).read)
-
-
-class _Connection:
-    """Reads a slot of another host. What it reads is of one state."""
-
-    def __init__(self, source: Held) -> None:
-        self._source = source
-        self._tag = ""
-        self._progress = TransferProgress(f"fetching {source.url}", _log)
-
-    def read(self, offset: int, length: Optional[int]) -> Iterator[bytes]:
-        """Yields the bytes from an offset; None: up to the end. A connection that breaks is made again, as
-        long as something arrives. SlotError: they did not arrive.
-        """
-        source, done, total = self._source, 0, length
-        if total == 0:
-            return
-        while True:
-            before = done
-            headers = token_headers()
-            if self._tag:
-                headers["If-Match"] = self._tag
-            if done or length is not None:
-                end = "" if length is None else offset + length - 1
-                headers["Range"] = f"bytes={offset + done}-{end}"
-            try:
-                request = urllib.request.Request(source.url, headers=headers)
-                with direct(source.address).open(request, timeout=_PROGRESS_SEC) as response:
-                    self._tag = response.headers["ETag"]
-                    total = done + int(response.headers["Content-Length"])
-                    for block in _blocks(response, source.url):
-                        done += len(block)
-                        self._progress.count(len(block))
-                        yield block
-            except urllib.error.HTTPError as error:
-                with error:
-                    why = str(refusal_of(source.url, error.code, error.read()))
-                if error.code == http.client.PRECONDITION_FAILED:
-                    why = f"{source.url} was overwritten while it was read"
-                raise SlotError(why) from None
-            except TypeError:  # no length
-                raise SlotError(f"{source.url} is of another version, or no keeper's") from None
-            except (OSError, http.client.HTTPException) as error:
-                if done == before:
-                    reason = getattr(error, "reason", error) or type(error).__name__
-                    raise SlotError(f"{source.url}: {reason}") from None
-                continue
-            if done == total and length in (None, done):
-                return
-            if done == before:
-                raise SlotError(f"{source.url} ended the connection: its host may have overwritten the slot")
-
-
-def _blocks(response: Any, url: str) -> Iterator[bytes]:
-    began, arrived = time.monotonic(), 0
-    while block := response.read1(_BLOCK):
-        yield block
-        arrived += len(block)
-        if arrived >= _LEAST:
-            began, arrived = time.monotonic(), 0
-        elif time.monotonic() - began > _PROGRESS_SEC:
-            raise SlotError(f"{url} has sent {arrived} bytes in {_PROGRESS_SEC:g} s")
-
-
-def _write(file: Any, block: bytes) -> None:
-    view = memoryview(block)
-    while view:
-        try:
-            view = view[file.write(view) :]
-        except OSError as error:
-            raise SlotError(f"no room for a copy of another host: {error.strerror}") from error
+def _request(url: str, address: str, timeout: float, **headers: str) -> Any:
+    """Opens a request to a keeper. SlotError: it refuses. OSError: it does not answer."""
+    request = urllib.request.Request(url, headers={**token_headers(), **headers})
+    try:
+        return direct(address).open(request, timeout=timeout)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise SlotError(str(refusal_of(url, error.code, error.read()))) from None

@@ -1,13 +1,14 @@
-"""Which group keeps which part of a state, where no group keeps all of it. Pure code.
+"""Which group keeps which part of a state. Pure code.
 
 The groups that commit a step have equal states. Each region of the state (a tensor's memory) is of one part;
 there are as many parts as groups. A group keeps its own part and those that follow, so that each part is in
-the memory of several groups' hosts. Small regions, most of which are not weights, are in all of them.
+the memory of several groups' hosts; or of all of them, if each group keeps the whole state. Small regions,
+most of which are not weights, are in all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import List, NamedTuple, Optional, Tuple
 
@@ -28,13 +29,21 @@ class Share(NamedTuple):
     copies: int
 
     @classmethod
-    def of(cls, part: int, parts: int, copies: int) -> Optional[Share]:
-        """Returns what a group keeps if ``copies`` groups keep each part, 0: all; None: the whole state."""
-        return cls(part, parts, copies) if 0 < copies < parts else None
+    def of(cls, part: int, parts: int, copies: int) -> Share:
+        """Returns what a group keeps if ``copies`` groups keep each part, 0: all."""
+        return cls(part, parts, copies if 0 < copies < parts else parts)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the whole state."""
+        return self.copies >= self.parts
 
     def has(self, part: Optional[int]) -> bool:
         """Whether the group keeps a part; None: what all groups keep."""
         return part is None or (part - self.part) % self.parts < self.copies
+
+
+WHOLE = Share(0, 1, 1)
 
 
 def deal(sizes: Sequence[int], parts: int) -> Tuple[Optional[int], ...]:
@@ -62,14 +71,11 @@ def _dealt(sizes: Tuple[int, ...], parts: int) -> Tuple[Optional[int], ...]:
     return tuple(dealt)
 
 
-def missing(shares: Iterable[Optional[Share]]) -> Optional[Tuple[int, ...]]:
-    """Returns the parts of a state that none of its copies has: none of them if it can be restored; None if
-    there is no copy. `shares`: what each copy has; None: all.
+def missing(shares: Collection[Share]) -> Tuple[int, ...]:
+    """Returns the parts of a state that none of its copies has; none is missing if it can be restored.
+    `shares`: what each copy has, of at least one.
     """
-    found = list(shares)
-    if not found:
-        return None
-    if None in found:
+    if any(share.whole for share in shares):
         return ()
-    kept = [share for share in found if share is not None]
-    return tuple(part for part in range(kept[0].parts) if not any(share.has(part) for share in kept))
+    parts = range(next(iter(shares)).parts)
+    return tuple(part for part in parts if not any(share.has(part) for share in shares))

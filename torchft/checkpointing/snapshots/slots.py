@@ -6,17 +6,15 @@
 ROOT is TORCHFT_SNAPSHOT_MEMORY, or /dev/shm/torchft-<uid>. Names are quoted as in a URL. A slot:
 
     0      magic, length and CRC of the header, the header as JSON, zeros: one page of 4096 bytes
-    4096   the regions of tensors' memory, each padded with zeros to a multiple of 64 bytes
+    4096   the regions of tensors' memory, each at a multiple of 64 bytes
            the structure (JSON of `codec/encoding.py`)
-           the table of regions (JSON): for each its offset, length, the digests of its pieces of 16 MiB, and
-           its device in the trainer
+           the table of regions (JSON, :class:`Region`)
 
-Where a group keeps a part of its state alone (`shares.py`), the others' regions are holes, which take no
-memory, and have null instead of digests.
+Where a group keeps a part of its state alone (`shares.py`), the slot lacks the others' regions.
 
-The page is zeroed before anything is written, and is written last, so a slot is complete only with it. Every
-byte of a slot is covered by a check: header, structure and table by a CRC, regions with their padding by
-digests.
+The page is zeroed before anything is written, and is written last, so a slot is complete only with it. All
+that is read of a slot is covered by a check: header, structure and table by a CRC, regions by the digests of
+their pieces of 16 MiB (`reading.py`).
 """
 
 from __future__ import annotations
@@ -25,19 +23,15 @@ import errno
 import fcntl
 import hashlib
 import json
-import mmap
 import os
 import struct
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Set, Tuple, Union
+from typing import List, NamedTuple, Optional, Set, Tuple, Union
 
 import torch
 
@@ -45,11 +39,11 @@ from torchft import _keeper
 from torchft._keeper import quoted
 from torchft._security import JOB_ENV
 from torchft.checkpointing.codec.digest import digest_bytes
-from torchft.checkpointing.codec.encoding import Encoded, Replace, decode
+from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.codec.stream import storage_bytes, tensor_memory
-from torchft.checkpointing.memory.host import HostMemory
 from torchft.checkpointing.memory.staging import StreamCopies, copies_for
-from torchft.checkpointing.snapshots.shares import Share, deal
+from torchft.checkpointing.snapshots.due import Due
+from torchft.checkpointing.snapshots.shares import WHOLE, Share, deal
 
 SLOTS = ("0", "1")
 
@@ -57,8 +51,6 @@ MAGIC = b"TFTSLOT1"
 PAGE = 4096
 PIECE = 16 << 20  # bytes with a digest of their own
 _ALIGNED = 64
-_THREADS = 4  # that read and verify a large slot: one copies 1 to 2 GB/s to memory that is used first
-_LARGE = 64 << 20  # bytes
 _TRIES, _TRY_SEC = 10, 0.05  # for the lock of a rank
 _LEAD = struct.Struct("<8sII")  # magic, length and CRC of the header
 _held: Set[int] = set()  # files whose locks this process holds
@@ -67,6 +59,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 class SlotError(RuntimeError):
     """A slot cannot be written, or holds no complete state; the message names the slot and the cause."""
+
+
+class Section(NamedTuple):
+    """Where the structure, or the table of regions, is in a slot: in bytes, and its CRC."""
+
+    offset: int = 0
+    length: int = 0
+    crc: int = 0
 
 
 class Header(NamedTuple):
@@ -79,10 +79,10 @@ class Header(NamedTuple):
         batches: batches committed until then.
         quorum: the quorum in which the step was committed.
         saved: when the copy was complete, in seconds since 1970.
+        disk: where this state is to be written to as well; None: nowhere.
+        share: what of the state is in the slot.
         nbytes: size of the whole file.
-        structure, regions: offset, length and CRC of the structure and of the table of regions.
-        disk: where this state is to be written to as well: folder, every, part, parts; None: nowhere.
-        share: what of the state is in the slot; None: all.
+        structure, regions: the sections with the structure, and with the table of regions.
     """
 
     job: str
@@ -93,11 +93,42 @@ class Header(NamedTuple):
     batches: int
     quorum: int
     saved: float
-    disk: Optional[Dict[str, Any]] = None
-    share: Optional[Share] = None
+    disk: Optional[Due] = None
+    share: Share = WHOLE
     nbytes: int = 0
-    structure: Tuple[int, int, int] = (0, 0, 0)
-    regions: Tuple[int, int, int] = (0, 0, 0)
+    structure: Section = Section()
+    regions: Section = Section()
+
+    @property
+    def state(self) -> StateKey:
+        """Which state of which rank it is, the same in all groups."""
+        return StateKey(self.step, self.quorum, self.group_rank, self.group_world_size)
+
+
+class StateKey(NamedTuple):
+    """The state of a rank after a step of one history of the job."""
+
+    step: int
+    quorum: int
+    group_rank: int
+    group_world_size: int
+
+
+class Region(NamedTuple):
+    """A row of the table of regions.
+
+    Attributes:
+        offset, length: in the slot, in bytes.
+        part: of the state, which it belongs to; None: all groups have it.
+        digests: of its pieces; None: the slot lacks it.
+        device: in the trainer, such as "cpu".
+    """
+
+    offset: int
+    length: int
+    part: Optional[int]
+    digests: Optional[List[str]]
+    device: str
 
 
 def root() -> Path:
@@ -185,40 +216,41 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def remove(folder: Path) -> None:
-    """Removes the slots of a rank, its folder, and the folders of group and job if they are empty then."""
+    """Removes the slots of a rank, its folder, and the folders of group and job if no rank is left."""
     with suppress(OSError):
         for name in (*SLOTS, "lock"):
             (folder / name).unlink(missing_ok=True)
-        group, job = folder.parents[:2]
         folder.rmdir()
-        group.rmdir()
-        if not any(each.is_dir() for each in job.iterdir()):
-            for name in (_keeper.SETTINGS, *_keeper.TOLD):
-                (job / name).unlink(missing_ok=True)
-        job.rmdir()
+        folder.parent.rmdir()
+        remove_job(folder.parents[1])
+
+
+def remove_job(job: Path) -> None:
+    """Removes the folder of a job in which no group has a folder any more. OSError: one has."""
+    if not any(each.is_dir() for each in job.iterdir()):
+        for each in job.iterdir():
+            each.unlink(missing_ok=True)
+    job.rmdir()
 
 
 def read_header(path: Path) -> Header:
-    """Returns a slot's header, or SlotError if incomplete. Regions and structure may still be damaged."""
+    """Returns a slot's header, or SlotError if incomplete. What follows it may still be damaged."""
     try:
         with open(path, "rb") as file:
-            return _header(path, file.read(PAGE), os.fstat(file.fileno()).st_size)
+            return parse_header(path, file.read(PAGE))
     except OSError as error:
         raise SlotError(f"{path}: {error.strerror}") from error
 
 
-def read_structure(path: Path) -> Any:
-    """Returns the structure of a slot, decoded from JSON. Regions may still be damaged. SlotError: it is not
-    complete, or header or structure are damaged.
-    """
-    try:
-        with open(path, "rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            return json.loads(
-                read_index(path, file.read(PAGE), nbytes, partial(_pread, file.fileno())).structure
-            )
-    except OSError as error:
-        raise SlotError(f"{path}: {error.strerror}") from error
+def headers(folder: Path) -> List[Tuple[Path, Optional[Header]]]:
+    """Returns the slots of a rank, with None for the header of one that is not complete."""
+    found: List[Tuple[Path, Optional[Header]]] = []
+    for name in SLOTS:
+        try:
+            found.append((folder / name, read_header(folder / name)))
+        except SlotError:
+            found.append((folder / name, None))
+    return found
 
 
 def found(
@@ -256,250 +288,47 @@ def check_job(path: Path, lighthouse: Optional[str]) -> None:
         )
 
 
-def _header(path: Union[Path, str], page: bytes, nbytes: Optional[int]) -> Header:
+def parse_header(where: Union[Path, str], page: bytes) -> Header:
+    """Returns the header in the first page of a slot, or SlotError. ``where`` names the slot."""
     if len(page) < PAGE or not any(page):
-        raise SlotError(f"{path}: it is not complete, its writer has ended before")
+        raise SlotError(f"{where}: it is not complete, its writer has ended before")
     magic, length, crc = _LEAD.unpack_from(page)
     text, rest = page[_LEAD.size : _LEAD.size + length], page[_LEAD.size + length :]
     if magic != MAGIC:
         raise SlotError(
-            f"{path}: it begins with {magic!r} instead of {MAGIC!r}; another version may have made it"
+            f"{where}: it begins with {magic!r} instead of {MAGIC!r}; another version may have made it"
         )
     if len(text) != length or zlib.crc32(text) != crc or any(rest):
-        raise SlotError(f"{path}: its header is damaged")
+        raise SlotError(f"{where}: its header is damaged")
     try:
         fields = json.loads(text)
-        fields.setdefault("share", None)  # as written before there were parts
         header = Header(**{name: fields[name] for name in Header._fields})
-        # JSON has lists
-        header = header._replace(
-            structure=_section(header.structure),
-            regions=_section(header.regions),
-            share=None if header.share is None else Share(*header.share),
+        return header._replace(
+            disk=None if header.disk is None else Due(**fields["disk"]),
+            share=Share(*header.share),
+            structure=Section(*header.structure),
+            regions=Section(*header.regions),
         )
     except (ValueError, TypeError, KeyError) as error:
-        raise SlotError(f"{path}: its header is of another version: {error!r}") from error
-    if nbytes not in (None, header.nbytes):
-        raise SlotError(f"{path}: it has {nbytes} bytes, its header says {header.nbytes}")
-    return header
+        raise SlotError(f"{where}: its header is of another version: {error!r}") from error
 
 
-def _section(values: Sequence[int]) -> Tuple[int, int, int]:
-    offset, length, crc = values
-    return offset, length, crc
-
-
-class Region(NamedTuple):
-    """A row of the table of regions.
-
-    Attributes:
-        offset, length: in the slot, in bytes.
-        digests: of its pieces; None: the slot lacks it.
-        device: in the trainer, such as "cpu".
-    """
-
-    offset: int
-    length: int
-    digests: Optional[List[str]]
-    device: str
-
-
-class Index(NamedTuple):
-    """The description in a slot."""
-
-    header: Header
-    structure: bytes
-    regions: List[Region]
-
-
-def read_index(
-    where: Union[Path, str], page: bytes, nbytes: Optional[int], read: Callable[[int, int], bytes]
-) -> Index:
-    """Returns what a slot says of itself.
-
-    Args:
-        where: names it in errors.
-        page: its first page.
-        nbytes: its size; None: it was compared already.
-        read: returns a number of its bytes from an offset.
-
-    Raises:
-        SlotError: it is not complete, or damaged.
-    """
-    header = _header(where, page, nbytes)
-    sections = []
-    for (offset, length, crc), what in (
-        (header.regions, "table of regions"),
-        (header.structure, "structure"),
-    ):
-        section = read(offset, length)
-        if len(section) != length or zlib.crc32(section) != crc:
-            raise SlotError(f"{where}: its {what} is damaged")
-        sections.append(section)
-    try:
-        return Index(header, sections[1], [Region(*row) for row in json.loads(sections[0])])
-    except (ValueError, TypeError) as error:
-        raise SlotError(f"{where}: its table of regions is of another version: {error!r}") from error
-
-
-class Slot:
-    """A complete slot, all of whose bytes were verified.
-
-    Attributes:
-        path: the file.
-        header: its header.
-        tree: the structure, decoded from JSON.
-        flats: the memory of each region, as flat tensors of bytes in host memory. Those that the slot lacks
-            have zeros.
-        devices: the device of each region in the trainer, such as "cpu".
-    """
-
-    def __init__(
-        self, path: Path, header: Header, tree: Any, flats: List[torch.Tensor], devices: List[str]
-    ) -> None:
-        self.path = path
-        self.header = header
-        self.tree = tree
-        self.flats = flats
-        self.devices = devices
-
-    @classmethod
-    def open(cls, path: Path, copy: bool = False, moved: Callable[[], None] = lambda: None) -> Slot:
-        """Opens and verifies a slot.
-
-        Args:
-            path: the file.
-            moved: called as it gets on, on several threads.
-            copy: whether the regions are copied to memory of this process. Otherwise they are views of the
-                file, and change when the trainer writes its next copy there: after reading, compare the
-                header with that of :func:`read_header`. What a caller writes to them does not reach the file.
-
-        Raises:
-            SlotError: it is not complete, or damaged.
-        """
-        try:
-            with open(path, "rb") as file:
-                nbytes = os.fstat(file.fileno()).st_size
-                index = read_index(path, file.read(PAGE), nbytes, partial(_pread, file.fileno()))
-                tree = json.loads(index.structure)
-                read = _copied(file.fileno(), moved) if copy else _mapped(file.fileno(), nbytes)
-                flats = _regions(path, read, index, nbytes, moved)
-                devices = [region.device for region in index.regions]
-        except SlotError:
-            raise
-        except OSError as error:
-            raise SlotError(f"{path}: {error.strerror}") from error
-        except (ValueError, TypeError, MemoryError) as error:
-            raise SlotError(f"{path}: it cannot be read: {error!r}") from error
-        return cls(path, index.header, tree, flats, devices)
-
-    def state(self, replace: Optional[Replace] = None) -> Any:
-        """Returns the state. Its tensors have the memory of :attr:`flats`, unless ``replace`` gives others,
-        as in `codec/encoding.decode`.
-
-        Raises:
-            CheckpointError: it holds a type that is not allowed; or DTensors, and torch.distributed is not
-                initialized.
-            SlotError: the slot has a part of it alone.
-        """
-        if self.header.share is not None:
-            raise SlotError(f"{self.path} has a part of a state: {self.header.share}")
-        return decode(self.tree, self.flats, str(self.path), replace)
-
-
-# Given offset and length, returns the bytes of a region as a flat tensor, and its padding.
-_Read = Callable[[int, int], Tuple[torch.Tensor, bytes]]
-
-
-def _pread(file: int, offset: int, length: int) -> bytes:
-    return os.pread(file, length, offset)
-
-
-def _mapped(file: int, nbytes: int) -> _Read:
-    # Copy on write: PyTorch takes no memory that is read-only.
-    mapping = mmap.mmap(file, nbytes, access=mmap.ACCESS_COPY)
-
-    def read(offset: int, length: int) -> Tuple[torch.Tensor, bytes]:
-        end = offset + length
-        flat = torch.frombuffer(mapping, dtype=torch.uint8, count=length, offset=offset)
-        return flat, mapping[end : end + -length % _ALIGNED]
-
-    return read
-
-
-def _copied(file: int, moved: Callable[[], None] = lambda: None) -> _Read:
-    memory, lock = HostMemory(), threading.Lock()
-
-    def read(offset: int, length: int) -> Tuple[torch.Tensor, bytes]:
-        with lock:
-            flat, done = memory.take(length), 0
-        into = tensor_memory(flat)
-        while done < length:
-            count = os.preadv(file, [into[done : done + PIECE]], offset + done)
-            if count == 0:
-                raise ValueError(f"it ends at {offset + done}")
-            done += count
-            moved()
-        return flat, os.pread(file, -length % _ALIGNED, offset + length)
-
-    return read
-
-
-def _regions(
-    path: Path, read: _Read, index: Index, nbytes: int, moved: Callable[[], None]
-) -> List[torch.Tensor]:
-    in_parts = index.header.share is not None
-
-    def one(number: int) -> torch.Tensor:
-        region = index.regions[number]
-        if not region.length:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        flat, padding = read(region.offset, region.length)
-        if not (in_parts and region.digests is None) and not _undamaged(region, flat, padding):
-            raise SlotError(f"{path}: region {number} is damaged")
-        moved()
-        return flat
-
-    if nbytes < _LARGE:
-        return [one(number) for number in range(len(index.regions))]
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="torchft_slot") as threads:
-        return list(threads.map(one, range(len(index.regions))))
-
-
-def _undamaged(region: Region, flat: torch.Tensor, padding: bytes) -> bool:
-    return [_digest(piece) for piece in flat.split(PIECE)] == region.digests and not any(padding)
-
-
-def fits(region: Region, file: int) -> bool:
-    """Whether a file has the bytes of a region."""
-    if not region.length:
-        return True
-    return _undamaged(region, *_copied(file)(region.offset, region.length))
-
-
-def padded(length: int) -> int:
-    """Returns the bytes that a region takes in a slot."""
-    return length + -length % _ALIGNED
-
-
-def _digest(piece: torch.Tensor) -> str:
-    return f"{int(digest_bytes(piece).item()) & (1 << 64) - 1:016x}"
-
-
-def pick(headers: Sequence[Optional[Header]], kept: Callable[[Header], bool] = lambda header: False) -> int:
+def pick(
+    found: Sequence[Tuple[Path, Optional[Header]]], kept: Callable[[Header], bool] = lambda header: False
+) -> Path:
     """Chooses the slot for the next copy: one that is not complete, else the older one, but none that is kept
     while there is another.
 
     Args:
-        headers: of the slots; None: it is not complete.
+        found: as :func:`headers` returns them.
         kept: whether a slot's state is still to be written elsewhere.
     """
 
-    def worth(number: int) -> Tuple[bool, float, int]:
-        header = headers[number]
+    def worth(slot: Tuple[Path, Optional[Header]]) -> Tuple[bool, float, int]:
+        header = slot[1]
         return (False, 0.0, 0) if header is None else (kept(header), header.saved, header.step)
 
-    return min(range(len(headers)), key=worth)
+    return min(found, key=worth)[0]
 
 
 def invalidate(path: Path) -> None:
@@ -530,19 +359,28 @@ def write(
             then.
     """
     flats = [storage_bytes(storage) for storage in encoded.storages]
-    share = header.share
-    parts = [None] * len(flats) if share is None else deal([flat.numel() for flat in flats], share.parts)
-    held = [share is None or share.has(part) for part in parts]
-    devices = {flat.device for flat, has in zip(flats, held) if has}
+    parts = _parts([flat.numel() for flat in flats], header.share)
+    has = [header.share.has(part) for part in parts]
+    devices = {flat.device for flat, kept in zip(flats, has) if kept}
     copies = {device: kind(device) for device in devices if (kind := copies_for(device.type)) is not None}
-    sources = [_Source(flat, copies.get(flat.device), has) for flat, has in zip(flats, held)]
+    sources = [
+        _Source(flat, part, kept, copies.get(flat.device)) for flat, part, kept in zip(flats, parts, has)
+    ]
     return _written(path, header, encoded, sources, holds)
+
+
+def _parts(sizes: List[int], share: Share) -> Sequence[Optional[int]]:
+    """The part of each region."""
+    if share.whole:
+        return [None] * len(sizes)
+    return deal(sizes, share.parts)
 
 
 class _Source(NamedTuple):
     flat: torch.Tensor  # a region
-    copies: Optional[StreamCopies]  # how it is read on a device
+    part: Optional[int]
     has: bool  # whether it is written
+    copies: Optional[StreamCopies]  # how it is read on a device
 
 
 def _written(
@@ -566,62 +404,34 @@ def _written(
 def _write(
     file: int, header: Header, encoded: Encoded, sources: Sequence[_Source], holds: Callable[[], bool]
 ) -> Iterator[int]:
-    if header.share is not None and _share(file) != header.share:
-        os.ftruncate(file, 0)  # else the holes have memory
-    put(file, bytes(PAGE), 0)
+    _put(file, bytes(PAGE), 0)
     yield PAGE
     table, offset = [], PAGE
-    for flat, copies, has in sources:
-        region = Region(offset, flat.numel(), [] if has else None, str(flat.device))
+    for flat, part, has, copies in sources:
+        region = Region(offset, flat.numel(), part, [] if has else None, str(flat.device))
         table.append(region)
         if region.digests is not None:
             for piece in _pieces(flat, copies):
-                put(file, tensor_memory(piece), offset)
-                region.digests.append(_digest(piece))
+                _put(file, tensor_memory(piece), offset)
+                region.digests.append(digest(piece))
                 offset += piece.numel()
                 yield piece.numel()
-            put(file, bytes(-flat.numel() % _ALIGNED), offset)
-        offset = region.offset + padded(region.length)
-    yield from _end(file, header, encoded.structure, table, offset, holds)
-
-
-def complete(file: int, index: Index) -> None:
-    """Makes a slot of a file that has all regions. OSError: there is no room."""
-    end = max((region.offset + padded(region.length) for region in index.regions), default=PAGE)
-    for _ in _end(file, index.header._replace(share=None), index.structure, index.regions, end):
-        pass
-
-
-def _share(file: int) -> Optional[Share]:
-    try:
-        return _header("", os.pread(file, PAGE, 0), os.fstat(file).st_size).share
-    except SlotError:
-        return None
-
-
-def _end(
-    file: int,
-    header: Header,
-    structure: bytes,
-    table: Sequence[Region],
-    offset: int,
-    holds: Callable[[], bool] = lambda: True,
-) -> Iterator[int]:
-    """Writes what follows the regions, and the header."""
+            offset = aligned(offset)
     sections = []
-    for section in (structure, json.dumps(table, separators=(",", ":")).encode()):
-        put(file, section, offset)
-        sections.append((offset, len(section), zlib.crc32(section)))
-        offset += len(section)
-        yield len(section)
+    for text in (encoded.structure, json.dumps(table, separators=(",", ":")).encode()):
+        _put(file, text, offset)
+        sections.append(Section(offset, len(text), zlib.crc32(text)))
+        offset += len(text)
+        yield len(text)
     os.ftruncate(file, offset)
     header = header._replace(saved=time.time(), nbytes=offset, structure=sections[0], regions=sections[1])
-    text = json.dumps(header._asdict(), separators=(",", ":")).encode()
+    fields = {**header._asdict(), "disk": None if header.disk is None else header.disk._asdict()}
+    text = json.dumps(fields, separators=(",", ":")).encode()
     if _LEAD.size + len(text) > PAGE:
         raise SlotError(f"the header of a slot takes {len(text)} bytes, and at most {PAGE - _LEAD.size} fit")
     if not holds():
         return
-    put(file, (_LEAD.pack(MAGIC, len(text), zlib.crc32(text)) + text).ljust(PAGE, b"\0"), 0)
+    _put(file, (_LEAD.pack(MAGIC, len(text), zlib.crc32(text)) + text).ljust(PAGE, b"\0"), 0)
     yield PAGE
 
 
@@ -636,7 +446,17 @@ def _pieces(flat: torch.Tensor, copies: Optional[StreamCopies]) -> Iterator[torc
         yield from block.split(PIECE)
 
 
-def put(file: int, data: Union[bytes, memoryview], offset: int) -> None:
+def aligned(offset: int) -> int:
+    """Returns where the next region begins after one that ends at an offset."""
+    return offset + -offset % _ALIGNED
+
+
+def digest(piece: torch.Tensor) -> str:
+    """Returns the digest of a piece of a region."""
+    return f"{int(digest_bytes(piece).item()) & (1 << 64) - 1:016x}"
+
+
+def _put(file: int, data: Union[bytes, memoryview], offset: int) -> None:
     """Writes all of the data to a file. OSError: there is no room."""
     view = memoryview(data)
     while len(view):

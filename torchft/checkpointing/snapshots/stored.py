@@ -3,7 +3,7 @@
     FOLDER/parts-of-step-S/<group>/rank-<r>     a slot, as it was in memory (``slots.py``)
 
 No host has all of a state there, so none of them can make a checkpoint of it; a restore gathers the parts
-from the keepers (``gather.py``). Each file appears by one rename. Whether a step is complete is seen by the
+from the keepers (``reading.py``). Each file appears by one rename. Whether a step is complete is seen by the
 lighthouse alone, which hears from all keepers. Only when it says so are older steps deleted: while it is
 away, they wait.
 
@@ -23,25 +23,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import List, Optional, Tuple
 
-from torchft import _keeper
 from torchft._keeper import quoted
 from torchft.checkpointing.snapshots import folders, slots
 from torchft.checkpointing.snapshots.slots import Header, SlotError
 
-STORED, COMPLETE = _keeper.TOLD
+STORED, COMPLETE = "stored.json", "complete.json"
 _NAME = re.compile(r"parts-of-step-(\d+)")
-_AT_ONCE = 1 << 20  # bytes
-_MOST = 64 << 10  # bytes that the keeper reads of what it is told (go/keeper)
+_MOST = 200  # slots of which the keeper is told
 
 
-def store(slot: Path, header: Header, folder: Path) -> Path:
-    """Copies a slot to a disk, and waits until the disk has it. The caller looks whether the slot was
-    overwritten meanwhile, and removes the copy then.
+def store(slot: Path, header: Header, folder: Path, holds: Callable[[], object]) -> Path:
+    """Copies a slot to a disk, and waits until the disk has it.
 
     Args:
         slot: the slot, whose content was verified.
         header: its header.
         folder: of the job's checkpoints.
+        holds: called at the end: raises an error if the slot was overwritten meanwhile.
 
     Raises:
         OSError: the disk is full, or fails.
@@ -50,31 +48,14 @@ def store(slot: Path, header: Header, folder: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with open(slot, "rb") as source, open(new, "xb") as target:
-            _copy(source.fileno(), target.fileno(), header.nbytes)
-            os.fsync(target.fileno())
+        shutil.copyfile(slot, new)
+        with open(new, "rb") as file:
+            os.fsync(file.fileno())
+        holds()
         new.rename(path)
     finally:
         new.unlink(missing_ok=True)
     return path
-
-
-def _copy(source: int, target: int, nbytes: int) -> None:
-    """Copies a file; its holes stay holes."""
-    os.ftruncate(target, nbytes)
-    begin = 0
-    while begin < nbytes:
-        try:
-            begin = os.lseek(source, begin, os.SEEK_DATA)
-        except OSError:
-            return  # the rest is a hole
-        end = os.lseek(source, begin, os.SEEK_HOLE)
-        while begin < end:
-            block = os.pread(source, min(end - begin, _AT_ONCE), begin)
-            if not block:
-                return  # its trainer writes a smaller one
-            slots.put(target, block, begin)
-            begin += len(block)
 
 
 def found(
@@ -114,28 +95,19 @@ def tell(job: Path, kept: Sequence[Tuple[Path, Header]], folder: Path) -> None:
     Raises:
         OSError: a disk or the memory fails.
     """
-    told = []
-    for path, header in kept:
-        share = None if header.share is None else list(header.share)
-        told.append(
-            {
-                "path": str(path.relative_to(folder)),
-                "group": header.group,
-                "group_rank": header.group_rank,
-                "group_world_size": header.group_world_size,
-                "step": header.step,
-                "quorum": header.quorum,
-                "saved": header.saved,
-                "bytes": path.stat().st_blocks * 512,
-                "share": share,
-            }
-        )
+    names = ("group", "group_rank", "group_world_size", "step", "quorum", "saved", "share")
+    told = [
+        {
+            **{name: getattr(header, name) for name in names},
+            "bytes": header.nbytes,
+            "path": str(path.relative_to(folder)),
+        }
+        for path, header in kept[:_MOST]
+    ]
     if not told and not (job / STORED).exists():
         return
     new = job / f"{STORED}.{secrets.token_hex(4)}"
-    while len(text := json.dumps({"folder": str(folder), "slots": told})) > _MOST:
-        told = told[: len(told) * 7 // 8]  # without the oldest: of more, the keeper would read nothing
-    new.write_text(text)
+    new.write_text(json.dumps({"folder": str(folder), "slots": told}))
     new.replace(job / STORED)
 
 

@@ -17,25 +17,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Set, Tuple
 
 import torch
 
-from torchft.checkpointing.snapshots import folders, slots, stored
+from torchft.checkpointing.snapshots import folders, reading, slots, stored
 from torchft.checkpointing.snapshots.disk import Content, DiskError
-from torchft.checkpointing.snapshots.due import (
-    FINISHED,
-    Due,
-    Status,
-    due,
-    read_status,
-    unwritten,
-    write_status,
-)
+from torchft.checkpointing.snapshots.due import FINISHED, Due, Status, read_status, unwritten, write_status
 from torchft.checkpointing.snapshots.saving import Save, Unit
 from torchft.checkpointing.snapshots.shares import missing as missing_parts
-from torchft.checkpointing.snapshots.slots import Header, Slot, SlotError
+from torchft.checkpointing.snapshots.slots import Header, SlotError
 from torchft.checkpointing.transport import CheckpointError
 
 OTHERS = 30.0  # seconds after which this process says what others have not done
@@ -43,7 +36,7 @@ OTHERS = 30.0  # seconds after which this process says what others have not done
 # have taken: those of a group that was killed before its copy never come.
 LATE = 5.0
 _LOOK = 0.5  # seconds between two looks at the slots
-_POLL = 0.2  # seconds between two looks for the parts of others
+_POLL = 0.05  # seconds between two looks for the parts of others
 _RETRY = 10.0  # seconds after an error of the disk
 _IDLE = 10.0  # seconds without a slot that names a folder, after which the process ends
 
@@ -56,10 +49,6 @@ class Found(NamedTuple):
     path: Path
     header: Header
     due: Due
-
-    def has(self, unit: Unit) -> bool:
-        """Whether the slot has a part of its rank."""
-        return self.header.share is None or self.header.share.has(unit[1])
 
 
 class _Changed(Exception):
@@ -86,13 +75,11 @@ class FolderWriter:
         self._retry = retry
         self._found: List[Found] = []
         self._wake = threading.Event()
-        self._ended = False
+        self._ended = threading.Event()
         self._contents: Dict[Path, Tuple[Header, Content]] = {}
         self._damaged: Dict[Path, Header] = {}
-        self._save: Optional[Save] = None
-        self._key: Tuple[int, str] = (-1, "")
-        self._written: Tuple[int, str] = (-1, "")
-        self._stored = -1  # the newest step of which this has stored parts
+        self._save: Optional[Save] = None  # the newest one
+        self._written: Optional[Save] = None  # the last one that ended
         self._status = Status()
         self._moved = time.monotonic()  # when the disk answered last
         self._asked = False  # whether it is to answer
@@ -106,7 +93,7 @@ class FolderWriter:
 
     def end(self) -> None:
         """Ends the thread when the disk answers."""
-        self._ended = True
+        self._ended.set()
         self._wake.set()
 
     def status(self) -> Status:
@@ -118,28 +105,23 @@ class FolderWriter:
         return self._status
 
     def _run(self) -> None:
-        while not self._ended:
+        while not self._ended.is_set():
             self._wake.wait()
             self._wake.clear()
-            self._asked, self._moved = True, time.monotonic()
+            self._asked, self._moved, problem = True, time.monotonic(), None
             try:
-                problem = self._pass()
+                self._pass()
             except (OSError, DiskError, CheckpointError, SlotError) as error:
                 problem = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error)
             except _Changed:
-                problem = None
+                pass
             except Exception as error:  # also one of PyTorch's writer, which must not end the thread
                 _log.exception("%s: it cannot be written", self._save or self._folder)
                 problem = f"{type(error).__name__}: {error}"
             self._asked = False
             if problem is not None:
                 self._trouble(f"{self._save or self._folder}: {problem}")
-                self._pause(self._retry)
-
-    def _pause(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while not self._ended and (left := until - time.monotonic()) > 0:
-            time.sleep(min(left, _POLL))
+                self._ended.wait(self._retry)
 
     def _trouble(self, problem: str) -> None:
         if problem != self._status.problem:
@@ -147,67 +129,60 @@ class FolderWriter:
             self._status = self._status._replace(problem=problem, writing=None, since=time.time())
         self._status = self._status._replace(writing=None)
 
-    def _pass(self) -> Optional[str]:
-        """Writes the newest state that is due. Returns why it could not be completed."""
+    def _pass(self) -> None:
+        """Writes the newest state that is due. DiskError, OSError: it could not be completed."""
         found = [each for each in self._found if self._damaged.get(each.path) != each.header]
         if not found:
-            return None
+            return
         newest = max(found, key=lambda each: (each.header.step, each.header.saved))
-        step, key = newest.header.step, newest.due.key
-        if (step, key) == self._written:
-            return None
-        if (step, key) != self._key:
-            ranks = newest.header.group_world_size
-            self._save, self._key = Save(self._folder, step, key, ranks, newest.due.parts), (step, key)
+        header, key = newest.header, newest.due.key
+        save = self._save
+        if save is None or (save.step, save.key) != (header.step, key):
+            save = Save(self._folder, header.step, key, header.group_world_size, header.share.parts)
+            self._save = save
             self._contents.clear()
-        assert self._save is not None
+        if save is self._written:
+            return
         if complete := folders.complete(self._folder):
             self._status = self._status._replace(written=complete[-1][0])
-        if self._save.done():
-            return self._end(step)
-        if self._status.problem is None:  # else a newer step is kept, and taken as soon as there is one
-            self._status = self._status._replace(writing=step, nbytes=0, since=time.time())
-        begun = time.monotonic()
-        problem = self._write(
-            self._save, [each for each in found if (each.header.step, each.due.key) == self._key]
-        )
-        if problem is None and self._stored == step:
-            _log.info("%s: parts of it stored after %.1f s", self._save, time.monotonic() - begun)
-            return self._end(step)
-        if problem is None and self._save.done():
-            _log.info("%s: complete after %.1f s", self._save, time.monotonic() - begun)
-            return self._end(step)
-        return problem
-
-    def _end(self, step: int) -> None:
+        if not save.done():
+            if self._status.problem is None:  # else a newer step is kept, and taken as soon as there is one
+                self._status = self._status._replace(writing=save.step, nbytes=0, since=time.time())
+            begun = time.monotonic()
+            self._write(
+                save, [each for each in found if (each.header.step, each.due.key) == (save.step, key)]
+            )
+            if self._ended.is_set():
+                return
+            _log.info("%s: written after %.1f s", save, time.monotonic() - begun)
         self._contents.clear()
-        self._written = self._key
-        self._status = Status(written=max(step, self._status.written), since=time.time())
+        self._written = save
+        self._status = Status(written=max(save.step, self._status.written), since=time.time())
 
-    def _write(self, save: Save, found: Sequence[Found]) -> Optional[str]:
+    def _write(self, save: Save, found: Sequence[Found]) -> None:
         """Writes what is missing of a checkpoint, and completes it."""
         own: Dict[Unit, Found] = {}
-        for each in found:
-            own.setdefault((each.header.group_rank, each.due.part), each)
         ranks: Dict[int, List[Found]] = {}
         for each in found:
+            own.setdefault((each.header.group_rank, each.header.share.part), each)
             ranks.setdefault(each.header.group_rank, []).append(each)
-        in_parts = any(missing_parts(each.header.share for each in of) for of in ranks.values())
+        in_parts = any(missing_parts([each.header.share for each in of]) for of in ranks.values())
         if self._alone and in_parts:
-            return self._store(found)
+            self._store(found)
+            return
         self._announce(save, ranks)
         waited, took = _Stopwatch(), 0.0
         written: Set[Unit] = set()  # by this process
-        while not self._ended:
+
+        def write(unit: Unit, each: Found) -> None:
+            save.write(unit, self._content(each), self._touch, partial(self._check, each))
+            written.add(unit)
+
+        while not self._ended.wait(_POLL) and not save.done():
             self._touch(0)
-            if save.done():
-                return None
-            if (claimed := save.claimed()) is not None:
-                if claimed == save.own or waited.since(claimed) > self._others:
-                    save.complete(claimed)
-            elif silent := save.silent():
+            if silent := save.silent():
                 if waited.since(silent) > self._others:
-                    return (
+                    raise DiskError(
                         f"nothing was said by ranks {silent} for {self._others:g} s: their hosts have "
                         "failed, or do not see the folder"
                     )
@@ -215,77 +190,60 @@ class FolderWriter:
                 save.complete()
             elif mine := [unit for unit in missing if unit in own]:
                 began = time.monotonic()
-                self._unit(save, mine[0], own[mine[0]])
+                for unit in mine:
+                    write(unit, own[unit])
                 took += time.monotonic() - began
-                written.add(mine[0])
-                continue
             elif waited.since(missing) > min(self._others, self._late + 3 * took):
                 others = [
-                    (unit, each) for unit in missing for each in ranks.get(unit[0], []) if each.has(unit)
+                    (unit, each)
+                    for unit in missing
+                    for each in ranks.get(unit[0], [])
+                    if each.header.share.has(unit[1])
                 ]
                 if others:
-                    self._unit(save, *others[0])
-                    written.add(others[0][0])
-                    continue
-                if waited.since(missing) > self._others:
-                    if in_parts:
-                        self._alone = written.issuperset(save.present())
-                        return self._store(found)
-                    return f"no host has written part {missing[0]} (rank, part) for {self._others:g} s"
-            time.sleep(_POLL / 4)
-        return None
+                    write(*others[0])
+                elif waited.since(missing) > self._others and in_parts:
+                    self._alone = written.issuperset(save.present())
+                    self._store(found)
+                    return
+                elif waited.since(missing) > self._others:
+                    raise DiskError(
+                        f"no host has written part {missing[0]} (rank, part) for {self._others:g} s"
+                    )
 
-    def _store(self, found: Sequence[Found]) -> Optional[str]:
+    def _store(self, found: Sequence[Found]) -> None:
         """Puts the slots into the folder: no host that writes to it has the other parts of the state, so no
         checkpoint can be made of them here.
         """
         for each in found:
             self._content(each)  # verifies it
-            path = stored.store(each.path, each.header, self._folder)
-            try:
-                self._check(each)
-            except _Changed:
-                path.unlink(missing_ok=True)
-                raise
+            stored.store(each.path, each.header, self._folder, partial(self._check, each))
             self._touch(each.header.nbytes)
         for job, name in {(each.path.parents[2], each.header.job) for each in found}:
             stored.prune(self._folder, stored.complete(job))
             stored.tell(job, stored.found(self._folder, name), self._folder)
-        self._stored = found[0].header.step
-        return None
 
     def _announce(self, save: Save, ranks: Dict[int, List[Found]]) -> None:
         for rank, (each, *_) in ranks.items():
-            if save.claimed() is None and rank in save.silent():
+            if rank in save.silent():
                 content = self._content(each)
                 self._check(each)
                 save.announce(rank, content)
-
-    def _unit(self, save: Save, unit: Unit, each: Found) -> None:
-        written = save.write(unit, self._content(each), self._touch)
-        if written is None:
-            return
-        try:
-            self._check(each)
-        except _Changed:
-            save.drop(written)
-            raise
-        save.add(unit, written)
 
     def _content(self, each: Found) -> Content:
         known = self._contents.get(each.path)
         if known is not None and known[0] == each.header:
             return known[1]
         try:
-            slot = Slot.open(each.path)
+            slot = reading.mapped(each.path)
         except SlotError as error:
             self._check(each)
             self._damaged[each.path] = each.header
             raise DiskError(f"{error}; it is not written") from None
         if slot.header != each.header:
             raise _Changed
-        header = slot.header
-        content = Content(slot.tree, slot.flats, header.group_rank, str(each.path), header.share)
+        header, parts = slot.header, [region.part for region in slot.regions]
+        content = Content(slot.tree, slot.flats, header.group_rank, slot.where, header.share, parts)
         self._check(each)
         self._contents[each.path] = slot.header, content
         return content
@@ -334,42 +292,36 @@ class Writer:
 
     def look(self) -> bool:
         """Looks at all slots, and says what it does about them. Returns whether any names a folder."""
-        named = False
+        jobs = {job: _found(job) for job in self._root.iterdir() if job.is_dir()}
         by_folder: Dict[str, List[Found]] = {}
-        for job in (each for each in self._root.iterdir() if each.is_dir()):
-            found = list(_found(job))
+        for found in jobs.values():
             for each in found:
                 by_folder.setdefault(each.due.folder, []).append(each)
-            named = named or bool(found)
         for folder in by_folder:
             if folder not in self._folders:
                 self._folders[folder] = self._make(Path(folder))
-        for folder, writer in list(self._folders.items()):
+        for folder, writer in self._folders.items():
             writer.look(by_folder.get(folder, []))
-        for job in (each for each in self._root.iterdir() if each.is_dir()):
-            self._tell(job)
-        return named
+        for job, found in jobs.items():
+            self._tell(job, {each.due.folder for each in found})
+        return bool(by_folder)
 
-    def _tell(self, job: Path) -> None:
-        names = {each.due.folder for each in _found(job)}
-        if names:
-            status = {folder: self._folders[folder].status() for folder in names if folder in self._folders}
-            if status != read_status(job):
-                write_status(job, status)
+    def _tell(self, job: Path, names: Set[str]) -> None:
+        status = {folder: self._folders[folder].status() for folder in names}
+        if status and status != read_status(job):
+            write_status(job, status)
         for mark in job.glob(f"*/rank-*/{FINISHED}"):
             told = read_status(job)
             lock = slots.hold(mark.parent)
             if lock is None:
                 continue  # the next trainer has begun, and removes the mark
-            if not any(unwritten(each.header, told) for each in _slots(mark.parent)):
+            if not any(unwritten(each.header, told) for each in _due(mark.parent)):
                 mark.unlink(missing_ok=True)
                 slots.remove(mark.parent)
             slots.let_go(lock)
         if not any(job.glob("*/rank-*")):
             with suppress(OSError):
-                for left in (*job.glob("disk.json*"), job / stored.STORED, job / stored.COMPLETE):
-                    left.unlink(missing_ok=True)
-                job.rmdir()
+                slots.remove_job(job)
 
     def end(self) -> None:
         """Ends all threads that a disk answers."""
@@ -378,17 +330,16 @@ class Writer:
 
 
 def _found(job: Path) -> List[Found]:
-    return [each for folder in sorted(job.glob("*/rank-*")) for each in _slots(folder)]
+    return [each for folder in sorted(job.glob("*/rank-*")) for each in _due(folder)]
 
 
-def _slots(folder: Path) -> List[Found]:
-    found = []
-    for name in slots.SLOTS:
-        with suppress(SlotError):
-            header = slots.read_header(folder / name)
-            if (to := due(header)) is not None:
-                found.append(Found(folder / name, header, to))
-    return found
+def _due(folder: Path) -> List[Found]:
+    """The slots of a rank that are to be written."""
+    return [
+        Found(path, header, header.disk)
+        for path, header in slots.headers(folder)
+        if header is not None and header.disk is not None
+    ]
 
 
 def main(arguments: Sequence[str]) -> int:

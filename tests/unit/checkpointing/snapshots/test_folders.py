@@ -57,7 +57,7 @@ def test_the_damage_is_named(tmp_path: Path) -> None:
     assert sum(each is not None for each in found) == 1
 
 
-@pytest.mark.parametrize("where", ["_checksum", "read_text"])
+@pytest.mark.parametrize("where", ["checksum", "read_text"])
 def test_an_error_of_the_disk_says_nothing_of_the_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -66,7 +66,7 @@ def test_an_error_of_the_disk_says_nothing_of_the_content(
     def fails(path: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    monkeypatch.setattr(folders if where == "_checksum" else Path, where, fails)
+    monkeypatch.setattr(folders if where == "checksum" else Path, where, fails)
     found = folders.damage(tmp_path / "step-7")
     assert found is not None and not found.content and found.text.startswith("OSError: [Errno 5] ")
     if where == "read_text":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Optional
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torchft import _keeper
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.snapshots import slots
 from torchft.checkpointing.snapshots.reshard import resharded
-from torchft.checkpointing.snapshots.shares import Share
+from torchft.checkpointing.snapshots.shares import WHOLE, Share
 from torchft.checkpointing.snapshots.slots import Header
 
 pytestmark = [
@@ -32,7 +31,7 @@ def copy(
     group: str = "g",
     slot: str = "0",
     rows: int = 7,
-    share: Optional[Share] = None,
+    share: Share = WHOLE,
 ) -> Path:
     """Makes a copy of a shard whose values are those of the step."""
     path = slots.folder_of("job", group, rank) / slot
@@ -71,8 +70,7 @@ def test_the_newest_step_of_which_all_ranks_are_there(
         file.seek(slots.PAGE)
         file.write(b"\xff")
     assert made() == (torch.arange(7.0) + 5).tolist()
-    assert said[-1].endswith("of step 6, of 2 ranks, are not loaded: there is no undamaged copy of rank 1")
-    assert f"{damaged}: region 0 is damaged" in said
+    assert f"the copies of step 6, of 2 ranks, are not loaded: {damaged}: region 0 is damaged" in said[-1]
     copy(6, 1, group="other", slot="1")
     assert made() == (torch.arange(7.0) + 6).tolist()
 
@@ -91,4 +89,4 @@ def test_parts_of_several_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(read["w"], torch.arange(40_000.0) + 5)
     slots.invalidate(slots.folder_of("job", "g2", 0) / "0")
     assert resharded("job", 1, 0, said.append) is None
-    assert "the copies of step 5, of 2 ranks, are not loaded: no copy has region 0" in said
+    assert said[-1] == "the copies of step 5, of 2 ranks, are not loaded: no copy has region 0"

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Optional
 
@@ -16,19 +17,13 @@ import torch
 from tests.unit.checkpointing.checkpoint_states import assert_same
 from tests.unit.checkpointing.snapshots.contents import content, load, plain, save
 from torchft.checkpointing.snapshots import disk, folders
-from torchft.checkpointing.snapshots.disk import Content, DiskError
-from torchft.checkpointing.snapshots.saving import Save, Unit
+from torchft.checkpointing.snapshots.disk import DiskError
+from torchft.checkpointing.snapshots.saving import Save
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
     pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # PyTorch 2.7's own writer
 ]
-
-
-def write(one: Save, unit: Unit, of: Content) -> None:
-    written = one.write(unit, of)
-    assert written is not None
-    one.add(unit, written)
 
 
 def names(folder: Path) -> list[str]:
@@ -41,10 +36,11 @@ def test_groups_share_the_work_and_one_completes(tmp_path: Path) -> None:
     for one in groups:
         one.announce(0, of)
     assert groups[0].silent() == [] and groups[0].missing() == [(0, 0), (0, 1)]
-    write(groups[0], (0, 0), of)
+    groups[0].write((0, 0), of)
     assert groups[1].missing() == [(0, 1)] and not groups[1].done()
-    write(groups[1], (0, 1), of)
-    assert [one.complete() for one in groups] == [True, False]
+    groups[1].write((0, 1), of)
+    for one in groups:
+        one.complete()
     assert groups[0].done() and groups[1].done()
     assert names(groups[0].folder) == ["step-7"]
     assert_same(load(groups[0].folder / "step-7", plain()), plain(7))
@@ -53,14 +49,10 @@ def test_groups_share_the_work_and_one_completes(tmp_path: Path) -> None:
 def test_of_two_that_write_the_same_part_the_first_counts(tmp_path: Path) -> None:
     groups = [Save(tmp_path, 7, "k", 1, 1) for _ in range(2)]
     of = [content({**plain(7), "own": text}) for text in ("of group 0", "a longer one, of group 1")]
-    both = []
     for one, each in zip(groups, of):
         one.announce(0, each)
-        both.append(one.write((0, 0), each))
-    for one, written in zip(groups, both):
-        assert written is not None
-        one.add((0, 0), written)
-    assert groups[1].complete()
+        one.write((0, 0), each)
+    groups[1].complete()
     read = load(tmp_path / "step-7", {**plain(), "own": ""})
     assert read["own"] == "of group 0"
     assert len(list((tmp_path / "step-7").glob("*.distcp"))) == 1
@@ -69,13 +61,19 @@ def test_of_two_that_write_the_same_part_the_first_counts(tmp_path: Path) -> Non
 def test_one_that_wrote_late_finds_it_complete(tmp_path: Path) -> None:
     late, of = Save(tmp_path, 7, "k", 1, 1), content(plain(7))
     late.announce(0, of)
-    written = late.write((0, 0), of)
-    assert written is not None
-    save(tmp_path, 7)
-    late.add((0, 0), written)
-    assert late.write((0, 0), of) is None
-    assert not late.complete() and late.done()
+    late.write((0, 0), of, holds=lambda: save(tmp_path, 7))
+    late.write((0, 0), of)
+    late.complete()
+    assert late.done()
     assert names(tmp_path) == ["step-7"]
+
+
+def test_a_part_that_has_changed_while_it_was_written_is_dropped(tmp_path: Path) -> None:
+    one, of = Save(tmp_path, 7, "k", 1, 1), content(plain(7))
+    one.announce(0, of)
+    with pytest.raises(KeyError):
+        one.write((0, 0), of, holds=lambda: {}["changed"])
+    assert names(tmp_path / ".step-7.k") == ["plan-0"]
 
 
 def test_another_process_goes_on_in_place_of_one_that_completes_and_does_not_end(
@@ -83,27 +81,23 @@ def test_another_process_goes_on_in_place_of_one_that_completes_and_does_not_end
 ) -> None:
     slow, other, of = Save(tmp_path, 7, "k", 1, 1), Save(tmp_path, 7, "k", 1, 1), content(plain(7))
     slow.announce(0, of)
-    write(slow, (0, 0), of)
-    finish, hangs, goes_on = disk.finish, threading.Event(), threading.Event()
+    slow.write((0, 0), of)
+    finish, hangs, goes_on = disk.write_metadata, threading.Event(), threading.Event()
 
     def hanging(*args: Any) -> Any:
+        finish(*args)
         if threading.current_thread() is not threading.main_thread():
             hangs.set()
             assert goes_on.wait(60)
-        return finish(*args)
 
-    monkeypatch.setattr(disk, "finish", hanging)
-    ended: list[bool] = []
-    thread = threading.Thread(target=lambda: ended.append(slow.complete()))
-    thread.start()
-    assert hangs.wait(60)
-    claimed = other.claimed()
-    assert claimed == slow.own and not other.complete()
-    other.announce(0, of)  # begins nothing anew
-    assert other.complete(claimed) and other.done()
-    goes_on.set()
-    thread.join(60)
-    assert ended == [False]
+    monkeypatch.setattr(disk, "write_metadata", hanging)
+    with ThreadPoolExecutor(1) as threads:
+        ended = threads.submit(slow.complete)
+        assert hangs.wait(60)
+        other.complete()
+        assert other.done()
+        goes_on.set()
+        ended.result(60)
     assert names(tmp_path) == ["step-7"]
     assert folders.damage(tmp_path / "step-7") is None
 
@@ -152,7 +146,7 @@ def test_states_that_differ_are_refused(tmp_path: Path) -> None:
 def test_a_damaged_part_is_written_again(tmp_path: Path, name: str) -> None:
     one, of = Save(tmp_path, 7, "k", 1, 1), content(plain(7))
     one.announce(0, of)
-    write(one, (0, 0), of)
+    one.write((0, 0), of)
     path = tmp_path / ".step-7.k" / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -162,8 +156,8 @@ def test_a_damaged_part_is_written_again(tmp_path: Path, name: str) -> None:
         again.complete()
     again.announce(0, of)
     for unit in again.missing():
-        write(again, unit, of)
-    assert again.complete()
+        again.write(unit, of)
+    again.complete()
     assert folders.damage(tmp_path / "step-7") is None
 
 
@@ -183,7 +177,7 @@ def test_a_full_disk_leaves_nothing_and_the_same_goes_on_later(
     write_to = disk._Checked.write
 
     def full(self: Any, data: Any) -> int:
-        if self.size + memoryview(data).nbytes > room:
+        if self is None or self.tell() + memoryview(data).nbytes > room:
             raise OSError(errno.ENOSPC, "No space left on device", "file")
         return write_to(self, data)
 
@@ -194,13 +188,14 @@ def test_a_full_disk_leaves_nothing_and_the_same_goes_on_later(
         one.write((0, 0), of)
     assert names(tmp_path / ".step-7.k") == ["plan-0"]
     monkeypatch.setattr(disk._Checked, "write", write_to)
-    write(one, (0, 0), of)
-    monkeypatch.setattr(disk._Checked, "write", full)
-    with pytest.raises(OSError, match="No space left"):
-        one.complete()
-    assert one.claimed() == one.own and names(tmp_path) == [one.own]
-    monkeypatch.setattr(disk._Checked, "write", write_to)
-    assert one.complete(one.own)
+    one.write((0, 0), of)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", lambda *paths: full(None, b""))
+        patch.setattr(disk, "write_metadata", lambda *of: full(None, b""))
+        with pytest.raises(OSError, match="No space left"):
+            one.complete()
+    assert names(tmp_path) == [".step-7.k"]
+    one.complete()
     assert_same(load(tmp_path / "step-7", plain()), plain(7))
 
 
@@ -266,17 +261,16 @@ def test_killed_at_each_change_of_a_file(tmp_path: Path) -> None:
         other, of = Save(folder, 7, "k", 1, 2), content(small(7))
         if not other.done():
             other.announce(0, of)
-            if (claimed := other.claimed()) is None:
-                for unit in other.missing():
-                    write(other, unit, of)
-            assert other.complete(claimed)
+            for unit in other.missing():
+                other.write(unit, of)
+            other.complete()
         assert other.done() and folders.damage(folder / "step-7") is None
         if number % 8 == 0 or killed is None:
             assert_same(load(folder / "step-7", small()), small(7))
             save(folder, 8, make=small)
             assert {"step-7", "step-8"} <= set(names(folder)) and not list(folder.glob(".*"))
-        kinds = sorted(each.suffix for each in (folder / "step-7").iterdir())
-        assert kinds == ["", ".distcp", ".distcp", ".json"]
+            kinds = sorted(each.suffix for each in (folder / "step-7").iterdir())
+            assert kinds == ["", ".distcp", ".distcp", ".json"]
         if killed is None:
             break
         number += 1

@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 
 from tests.bounded import often, todays
-from torchft.checkpointing.snapshots.shares import SMALL, Share, deal, missing
+from torchft.checkpointing.snapshots.shares import SMALL, WHOLE, Share, deal, missing
 
 BIG = SMALL + 1
 
@@ -31,9 +31,9 @@ def test_the_part_of_each_region(sizes: list[int], parts: int, dealt: tuple[int 
 @pytest.mark.parametrize(
     ("shares", "lacks"),
     [
-        ([], None),
-        ([None], ()),
-        ([Share(0, 3, 1), None], ()),
+        ([WHOLE], ()),
+        ([Share(1, 3, 3)], ()),
+        ([Share(0, 3, 1), WHOLE], ()),
         ([Share(0, 3, 2)], (2,)),
         ([Share(2, 3, 2)], (1,)),
         ([Share(0, 3, 2), Share(1, 3, 2)], ()),
@@ -42,13 +42,14 @@ def test_the_part_of_each_region(sizes: list[int], parts: int, dealt: tuple[int 
         ([Share(1, 4, 1), Share(1, 4, 1)], (0, 2, 3)),
     ],
 )
-def test_what_no_copy_has(shares: list[Share | None], lacks: tuple[int, ...] | None) -> None:
+def test_what_no_copy_has(shares: list[Share], lacks: tuple[int, ...]) -> None:
     assert missing(shares) == lacks
 
 
 def test_a_group_keeps_all_where_there_are_few() -> None:
-    assert Share.of(1, 3, 2) == Share(1, 3, 2)
-    assert Share.of(1, 2, 2) is Share.of(0, 1, 2) is Share.of(1, 3, 0) is None
+    assert Share.of(1, 3, 2) == Share(1, 3, 2) and not Share(1, 3, 2).whole
+    for share in (Share.of(1, 2, 2), Share.of(0, 1, 2), Share.of(1, 3, 0), Share.of(1, 3, 5)):
+        assert share.whole and all(share.has(part) for part in range(share.parts))
 
 
 def test_any_loss_of_fewer_groups_than_copies_leaves_each_region_and_memory_is_shared_evenly() -> None:

@@ -22,17 +22,8 @@ from tests.unit.checkpointing.snapshots.contents import load, plain
 from torchft import _keeper
 from torchft.checkpointing.codec.encoding import Encoded
 from torchft.checkpointing.snapshots import disk, folders, slots, stored
-from torchft.checkpointing.snapshots.due import (
-    FINISHED,
-    STATUS,
-    Due,
-    Status,
-    due,
-    kept,
-    read_status,
-    unwritten,
-)
-from torchft.checkpointing.snapshots.shares import Share
+from torchft.checkpointing.snapshots.due import FINISHED, STATUS, Due, Status, kept, read_status, unwritten
+from torchft.checkpointing.snapshots.shares import WHOLE, Share
 from torchft.checkpointing.snapshots.slots import Header
 from torchft.checkpointing.snapshots.writer import FolderWriter, Writer
 
@@ -55,8 +46,8 @@ class Host:
         self, step: int, group: int = 0, groups: int = 1, slot: str = "0", state: Any = None, **fields: Any
     ) -> Path:
         """Makes a copy of a rank, which is due."""
-        to = Due(str(self.folder), 10, group, groups, f"key-{step}")._asdict()
-        header = Header("job", f"g{group}", 0, 1, step, 0, 3, 0.0, disk=to)._replace(**fields)
+        to, share = Due(str(self.folder), f"key-{step}"), Share.of(group, groups, 0)
+        header = Header("job", f"g{group}", 0, 1, step, 0, 3, 0.0, to, share)._replace(**fields)
         path = slots.folder_of("job", f"g{group}", header.group_rank) / slot
         path.parent.mkdir(parents=True, exist_ok=True)
         for _ in slots.write(path, header, Encoded(plain(step) if state is None else state)):
@@ -83,7 +74,8 @@ class Host:
 
 def large(step: int) -> Any:
     """A state that groups divide among themselves."""
-    return {**plain(step), "more": [torch.arange(20_000) + step + i for i in range(5)]}
+    more = [torch.arange(20_000) + step + i for i in range(5)]
+    return {**plain(step), "more": more}
 
 
 def names(folder: Path) -> list[str]:
@@ -223,7 +215,7 @@ def test_a_damaged_slot_is_not_written_but_that_of_another_group_is(
     host.written(10)
 
 
-@pytest.mark.parametrize("name", ["write", "finish"])
+@pytest.mark.parametrize("name", ["write", "write_metadata"])
 def test_a_full_disk_is_named_and_asked_again(
     host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
@@ -262,8 +254,7 @@ def test_a_disk_that_hangs_is_named_and_keeps_only_its_folder_waiting(
     other = host.folder.with_name("others")
     later = host.copy(20, slot="1")
     assert not kept(slots.read_header(later), read_status(host.job))
-    to = Due(str(other), 1, 0, 1, "k")._asdict()
-    host.copy(30, group=5, disk=to)
+    host.copy(30, group=5, disk=Due(str(other), "k"), share=WHOLE)
     monkeypatch.setattr(disk._Checked, "write", write_to)
     host.look_until(lambda: (other / "step-30").exists())
     assert not folders.complete(host.folder)
@@ -324,13 +315,11 @@ def test_what_the_writer_says_of_itself_is_read_or_nothing(host: Host) -> None:
     ],
 )
 def test_which_slot_is_kept(step: int, status: Optional[Status], owed: bool, want: bool) -> None:
-    header = Header("job", "g", 0, 1, step, 0, 3, 0.0, disk=Due("/f", 5, 0, 1, "k")._asdict())
+    header = Header("job", "g", 0, 1, step, 0, 3, 0.0, disk=Due("/f", "k"))
     told = {} if status is None else {"/f": status}
     assert unwritten(header, told) is owed
     assert kept(header, told) is want
-    assert due(header) == ("/f", 5, 0, 1, "k")
     assert not kept(header._replace(disk=None), {}) and not unwritten(header._replace(disk=None), {})
-    assert due(header._replace(disk={"folder": "/f"})) is None
 
 
 @pytest.mark.slow

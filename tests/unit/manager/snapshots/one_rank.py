@@ -50,7 +50,7 @@ class Rank:
             settings,
             store or HashStore(),  # type: ignore[arg-type]
             f"{group}:{life}",
-            State(lambda: self.state, self._load),
+            State(lambda: self.state, self._load, lambda: self.state),
             lambda: set(unchanged),
             lambda: self.obstacle,
             lambda: self.said.append("news"),

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch.distributed import HashStore
 from tests.unit.manager.snapshots.one_rank import Rank
 from torchft._manager.rank import Position
 from torchft._manager.snapshots.rate import Rate
-from torchft.checkpointing.snapshots import remote, slots
+from torchft.checkpointing.snapshots import reading, remote, slots
+from torchft.checkpointing.snapshots.due import Due, Status, write_status
+from torchft.checkpointing.snapshots.reading import Source
 from torchft.checkpointing.snapshots.remote import Held
-from torchft.checkpointing.snapshots.slots import Slot
 
 
 def saved(rank: int = 0) -> list[int]:
@@ -30,20 +32,19 @@ class OtherHost:
     """A host with copies of slots, as they are when this is made."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, of: int, ranks: int = 1) -> None:
-        self.fetched: list[int] = []
-        name, slots_of, files = slots.job_name(), {}, {}
+        self.read: list[int] = []  # the ranks whose regions were read
+        held = []
         for rank in range(ranks):
-            for path, header in slots.found(name, "group", rank, lambda text: None):
+            for path, header in slots.found(slots.job_name(), "group", rank, lambda text: None):
                 if header.step == of:
-                    files[rank] = shutil.copy(path, folder / f"{rank}")
-                    slots_of[rank] = Held("http://h:1", "h", name, "g", rank, 0, ranks, of, header.quorum)
+                    source = reading.local(Path(shutil.copy(path, folder / f"{rank}")))
+                    held.append(Held(header, Source("http://h", partial(self._opened, source, rank))))
+        patch.setattr(remote, "held", lambda lighthouse, job, say: held)
 
-        def fetch(whole: list[Held], into: Path, moved: Callable[[], None]) -> Slot:
-            self.fetched.append(whole[0].rank)
-            return Slot.open(files[whole[0].rank], copy=True)
-
-        patch.setattr(remote, "held", lambda lighthouse, job, say: list(slots_of.values()))
-        patch.setattr(remote, "fetch", fetch)
+    def _opened(self, source: Source, rank: int, offset: int, length: int) -> Any:
+        if offset == slots.PAGE:
+            self.read.append(rank)
+        return source.open(offset, length)
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_a_damaged_copy_is_replaced_by_that_of_another_host(
     damaged.write_bytes(content)
     again = Rank({"w": torch.zeros(3), "step": 0}, life=1, lighthouse="http://h:2")
     assert again.restore() == 5
-    assert other.fetched == [0] and torch.equal(again.loaded["w"], torch.full((3,), 5.0))
+    assert other.read == [0] and torch.equal(again.loaded["w"], torch.full((3,), 5.0))
     again.snapshots.close(finished=True)
 
 
@@ -271,21 +272,20 @@ def test_a_heal_abandons_a_copy_and_waits_for_nothing(held: Any) -> None:
 
 
 def test_a_copy_for_a_disk_is_spared_until_it_is_written() -> None:
-    rank, written = Rank({"weights": torch.ones(10)}), []
-    rank.snapshots.disk = lambda step: {"folder": "/x"} if step == 2 else None
-    rank.snapshots.kept = lambda header: header.disk is not None and not written
+    rank = Rank({"weights": torch.ones(10)})
+    rank.snapshots.mark = 2, Due("/x", "k")
     rank.restore()
     for step in range(1, 6):
         rank.step(step)
     assert saved() == [5, 2]
-    written.append(2)
+    write_status(slots.root() / slots.job_name(), {"/x": Status(written=2)})
     rank.step(6)
     assert saved() == [6, 5]
 
 
 def test_a_step_that_is_due_for_a_disk_is_copied_whatever_the_interval() -> None:
     rank = Rank({"weights": torch.ones(10)}, every=100)
-    rank.snapshots.disk = lambda step: {"folder": "/x"} if step == 3 else None
+    rank.snapshots.mark = 3, Due("/x", "k")
     rank.restore()
     for step in range(1, 6):
         rank.step(step)
@@ -410,7 +410,7 @@ def test_groups_that_keep_parts_restore_without_any_one_of_them() -> None:
     shutil.rmtree(lost)
     steps, said = restored()
     assert steps == [4, 4, 4]
-    assert any("gathers the copy of step 4 from 2 slots" in text for text in said)
+    assert any("of which" in text and "g2/rank-0/1 has a copy" in text for text in said), said
 
 
 def test_a_step_of_which_a_part_is_missing_is_named_and_the_one_before_is_restored() -> None:
@@ -431,4 +431,6 @@ def test_the_members_change_between_two_copies() -> None:
     three(4, life=1, parts=2, but=2)  # the group that heals keeps none; the two others keep all
     steps, _ = restored()
     assert steps == [4, 4, 4]
-    assert [slots.read_header(path).share for path in slots.root().rglob("g0/rank-0/[01]")].count(None) == 1
+    assert [slots.read_header(path).share.whole for path in slots.root().rglob("g0/rank-0/[01]")].count(
+        True
+    ) == 1

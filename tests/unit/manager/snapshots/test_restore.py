@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.unit.waiting import wait_until
-from torchft._manager.snapshots.restore import Choice, Ranks, Reachable
+from torchft._manager.snapshots.restore import Choice, Ranks, Reachable, given_up
 from torchft.checkpointing.snapshots.slots import SlotError
 
 TIMEOUT = timedelta(seconds=20)
@@ -82,6 +82,9 @@ def test_the_newest_copy_that_all_have() -> None:
     assert together(Copies((5, 2), (4, 2)), Copies((4, 2), (3, 1))) == [(4, 2), (4, 2)]
     assert together(Copies((5, 2)), Copies((4, 2))) == [None, None]
     assert together(Copies((5, 2)), Copies()) == [None, None]
+    # two histories of step 4: not one rank's part of each
+    assert together(Copies((4, 1), (3, 1)), Copies((4, 7), (3, 1))) == [(3, 1), (3, 1)]
+    assert together(Copies((4, 1), (4, 7)), Copies((4, 7), (4, 1))) == [(4, 7), (4, 7)]
 
 
 def test_none_loads_what_one_cannot() -> None:
@@ -102,22 +105,23 @@ def test_a_structure_that_does_not_fit_one_rank_is_not_announced() -> None:
     assert second.said == ["the copy of step 5 in slot (5, 2) is not loaded: another model"]
 
 
-def test_another_place_of_a_damaged_copy_needs_no_other_announcement() -> None:
-    opened: list[str] = []
-
-    def at(where: str, fails: bool) -> Reachable:
-        def opens(moved: Any) -> Any:
-            opened.append(where)
-            if fails:
-                raise SlotError("it is damaged")
-            return where
-
-        return Reachable(5, 2, where, lambda: None, opens)
-
-    ranks = Ranks(None, "group:1", 0, 1, TIMEOUT)  # type: ignore[arg-type]
-    choice = Choice(ranks, [at("own", True), at("other", False)], lambda text: None)
-    assert choice.open(lambda slot: None) == "other"  # type: ignore[comparison-overlap]
-    assert opened == ["own", "other"]
+@pytest.mark.parametrize(
+    ("found", "states"),
+    [
+        ([(500, 1, 10.0), (499, 1, 9.0)], set()),
+        ([(500, 1, 10.0), (300, 2, 20.0), (310, 2, 21.0)], {(500, 1)}),
+        ([(500, 1, 10.0), (490, 1, 9.0), (495, 2, 20.0)], {(500, 1)}),  # the job went on from step 490
+        ([(500, 7, 10.0), (900, 2, 20.0)], set()),  # the ids have begun anew
+        ([(500, 7, 10.0), (300, 2, 20.0)], set()),  # nothing tells
+    ],
+)
+def test_copies_of_a_history_that_the_job_has_given_up(
+    found: list[tuple[int, int, float]], states: set[tuple[int, int]]
+) -> None:
+    never: Any = None
+    shown = given_up([Reachable(step, quorum, "here", never, never, saved) for step, quorum, saved in found])
+    assert {(one.step, one.quorum) for one, _ in shown} == states
+    assert all(other.step < one.step for one, other in shown)
 
 
 def test_a_rank_that_does_not_come() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from typing import List, NamedTuple, Optional, Tuple
+from typing import FrozenSet, List, NamedTuple, Optional, Tuple
 
 SMALL = 64 << 10  # bytes; a region of at most this size is kept by all groups
 
@@ -46,23 +46,24 @@ class Share(NamedTuple):
 WHOLE = Share(0, 1, 1)
 
 
-def deal(sizes: Sequence[int], parts: int) -> Tuple[Optional[int], ...]:
+def deal(sizes: Sequence[int], parts: int, common: FrozenSet[int] = frozenset()) -> Tuple[Optional[int], ...]:
     """Returns the part of each region, None for what all groups keep: the same in all groups, and parts of
     about the same size.
 
     Args:
         sizes: of the regions, in bytes.
         parts: the number of parts.
+        common: the numbers of regions that all groups keep, whatever their size.
     """
-    return _dealt(tuple(sizes), parts)
+    return _dealt(tuple(sizes), parts, common)
 
 
 @lru_cache(maxsize=4)  # the same for each copy
-def _dealt(sizes: Tuple[int, ...], parts: int) -> Tuple[Optional[int], ...]:
+def _dealt(sizes: Tuple[int, ...], parts: int, common: FrozenSet[int]) -> Tuple[Optional[int], ...]:
     loads = [0] * parts
     dealt: List[Optional[int]] = []
-    for size in sizes:
-        if size <= SMALL:
+    for number, size in enumerate(sizes):
+        if size <= SMALL or number in common:
             dealt.append(None)
             continue
         part = min(range(parts), key=loads.__getitem__)

@@ -40,6 +40,7 @@ from torchft._keeper import quoted
 from torchft._security import JOB_ENV
 from torchft.checkpointing.codec.digest import digest_bytes
 from torchft.checkpointing.codec.encoding import Encoded
+from torchft.checkpointing.codec.layout import plain_node, tensor_nodes
 from torchft.checkpointing.codec.stream import storage_bytes, tensor_memory
 from torchft.checkpointing.memory.staging import StreamCopies, copies_for
 from torchft.checkpointing.snapshots.due import Due
@@ -359,7 +360,7 @@ def write(
             then.
     """
     flats = [storage_bytes(storage) for storage in encoded.storages]
-    parts = _parts([flat.numel() for flat in flats], header.share)
+    parts = _parts(encoded, [flat.numel() for flat in flats], header.share)
     has = [header.share.has(part) for part in parts]
     devices = {flat.device for flat, kept in zip(flats, has) if kept}
     copies = {device: kind(device) for device in devices if (kind := copies_for(device.type)) is not None}
@@ -369,11 +370,12 @@ def write(
     return _written(path, header, encoded, sources, holds)
 
 
-def _parts(sizes: List[int], share: Share) -> Sequence[Optional[int]]:
-    """The part of each region."""
+def _parts(encoded: Encoded, sizes: List[int], share: Share) -> Sequence[Optional[int]]:
+    """The part of each region. All groups have what is not the memory of a tensor: it is read as a whole."""
     if share.whole:
         return [None] * len(sizes)
-    return deal(sizes, share.parts)
+    tensors = {plain_node(node)[1] for node in tensor_nodes(json.loads(encoded.structure)).values()}
+    return deal(sizes, share.parts, frozenset(range(len(sizes))) - tensors)
 
 
 class _Source(NamedTuple):

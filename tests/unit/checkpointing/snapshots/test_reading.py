@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -135,6 +136,13 @@ def test_a_slot_that_is_overwritten_meanwhile_is_not_read() -> None:
     paths[0], opened[:] = keep(0), []
     with pytest.raises(SlotError, match=r"the first: region \d is damaged.*no copy has region"):
         reading.read(sources[:2], StateKey(7, 3, 0, 1))
+
+
+def test_an_array_is_in_all_groups() -> None:
+    """It is not copied as the memory of a tensor, but as one value."""
+    made = {"array": np.arange(50_000), "w": torch.ones(50_000)}
+    for group in range(3):
+        assert_same(reading.mapped(keep(group, made=made)).state()["array"], made["array"])
 
 
 def test_too_little_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

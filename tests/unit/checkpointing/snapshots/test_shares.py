@@ -52,6 +52,10 @@ def test_a_group_keeps_all_where_there_are_few() -> None:
         assert share.whole and all(share.has(part) for part in range(share.parts))
 
 
+def test_what_is_no_tensor_is_in_all_groups() -> None:
+    assert deal([BIG, BIG, BIG], 3, frozenset([1])) == (0, None, 1)
+
+
 def test_any_loss_of_fewer_groups_than_copies_leaves_each_region_and_memory_is_shared_evenly() -> None:
     draw = random.Random(todays(46))
     for _ in range(often(200)):

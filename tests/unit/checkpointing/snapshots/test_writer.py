@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Optional
 
+import numpy as np
 import pytest
 import torch
 
@@ -75,7 +76,7 @@ class Host:
 def large(step: int) -> Any:
     """A state that groups divide among themselves."""
     more = [torch.arange(20_000) + step + i for i in range(5)]
-    return {**plain(step), "more": more}
+    return {**plain(step), "more": more, "array": np.arange(20_000) + step}
 
 
 def names(folder: Path) -> list[str]:

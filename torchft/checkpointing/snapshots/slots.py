@@ -173,6 +173,9 @@ def hold(folder: Path, owner: str = "") -> Optional[int]:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:  # the folder of an earlier job of this name is being removed
+            time.sleep(_TRY_SEC)
+            continue
         except OSError as error:
             raise SlotError(f"{folder}: {error.strerror}") from error
         try:

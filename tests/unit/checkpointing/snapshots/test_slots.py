@@ -6,6 +6,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import stat
 import subprocess
 import sys
@@ -266,6 +267,22 @@ def test_one_trainer_holds_the_slots_of_a_rank(folder: Path) -> None:
     assert run_python(take).returncode == 1
     slots.let_go(other)
     assert run_python(take).returncode == 0
+
+
+def test_a_folder_that_is_removed_while_a_trainer_begins_is_made_again(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the writer of the host, which sees no slots in the folder of the job."""
+    real, removed = os.open, []
+
+    def opened(path: Any, *args: Any, **more: Any) -> int:
+        if not removed and str(path).startswith(str(memory)):
+            removed.append(path)
+            shutil.rmtree(memory / "job")
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, "open", opened)
+    assert slots.hold(memory / "job" / "group" / "rank-1") is not None and removed
 
 
 @pytest.mark.slow

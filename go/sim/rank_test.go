@@ -214,7 +214,7 @@ func (r *rank) attempt() error {
 	r.standStill()
 	var args *torchftpb.ManagerQuorumRequest
 	again := false
-	r.note(func(judge *judge) {
+	if !r.note(func(judge *judge) {
 		again = r.model.again
 		args = r.model.ask()
 		args.CheckpointMetadata, args.ReconfigureHandle = r.metadata(r.g.life.id), "h"
@@ -224,7 +224,9 @@ func (r *rank) attempt() error {
 		if args.Drain = r.signaled; args.Drain {
 			judge.wants(r.g.life)
 		}
-	})
+	}) {
+		return r.ctx.Err()
+	}
 	r.failInReplay()
 	res, err := r.quorum(args)
 	if err != nil {

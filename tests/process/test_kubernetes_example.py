@@ -199,7 +199,7 @@ def test_the_secret_of_the_page_has_the_names_of_all_pods(tmp_path: Path) -> Non
     assert own["TORCHFT_LIGHTHOUSE"] == values["TORCHFT_LIGHTHOUSE"] and own["SCHEME"] == "https"
     assert {lighthouse[f"{one}nessProbe"]["httpGet"]["scheme"] for one in ("live", "readi")} == {"HTTPS"}
     host = values["TORCHFT_HOST"].replace("$(INDEX)", "7").replace("$(NAMESPACE)", "training")
-    selector = {"job-name": job["metadata"]["name"]}
+    selector = {"app": job["spec"]["template"]["metadata"]["labels"]["app"]}
     (service,) = (one for one in of_kind("Service", folder) if one["spec"]["selector"] == selector)
     subdomain = job["spec"]["template"]["spec"]["subdomain"]
     assert subdomain == service["metadata"]["name"] == host.split(".")[1]
@@ -320,10 +320,10 @@ def test_each_pod_is_a_group_or_a_node_of_one(overlay: str) -> None:
     assert "TORCHFT_RUN_ID" in values  # of the Job: the same for all of its pods, and for no later Job
     (text,) = group["args"]
     agent = "exec python -m torchft.launch.agent "
-    start = f"REPLICA_GROUP_ID=$JOB_COMPLETION_INDEX {agent}--standalone "
+    start = f"export REPLICA_GROUP_ID=$JOB_COMPLETION_INDEX && {agent}--standalone "
     if "PET_NNODES" in values:
         number = "${REPLICA_GROUP_ID:-$((JOB_COMPLETION_INDEX / PET_NNODES))}"
-        start = f"export REPLICA_GROUP_ID={number}; {agent}"
+        start = f"export REPLICA_GROUP_ID={number} && {agent}"
         assert values["TORCHFT_LEAVE_ON"] == ""  # if its peers left, their pods would complete
         start += "--rdzv_backend torchft --rdzv_endpoint $TORCHFT_LIGHTHOUSE --rdzv_id "
     assert text.startswith(start)

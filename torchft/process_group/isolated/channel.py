@@ -260,15 +260,16 @@ class Channel:
             late = any(now >= op.started + op.timeout_sec + _PING_EVERY_SEC for op in self._ops.values())
         if not late:
             self._pinged_at = None
-        elif self._pinged_at is None:
-            self._pinged_at = now
-            # If another thread waits to send, or the socket is full, the worker has not read for long.
+        elif self._pinged_at is not None and now >= self._pinged_at + _UNRESPONSIVE_SEC:
+            self.close(RuntimeError(f"{self._name}: the worker does not respond; it is ended"))
+        else:
+            self._pinged_at = self._pinged_at or now
+            # Pinged again each time: if another thread sends now, or the socket is full, this ping is lost.
+            # If that lasts, the worker has not read for long.
             if self._send_lock.acquire(blocking=False):
                 with contextlib.suppress(OSError):  # if it has ended, the next answer says so
                     protocol.send(self._socket, (protocol.PING,), flags=socket.MSG_DONTWAIT)
                 self._send_lock.release()
-        elif now >= self._pinged_at + _UNRESPONSIVE_SEC:
-            self.close(RuntimeError(f"{self._name}: the worker does not respond; it is ended"))
 
     def _has_ended(self) -> bool:
         """Waits for the end of a worker that was killed; False if it does not end."""

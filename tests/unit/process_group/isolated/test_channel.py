@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.waiting import wait_until
 from torchft.futures import future_wait
+from torchft.process_group.isolated import channel as channel_module
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.channel import Channel
 from torchft.process_group.isolated.operation import WorkerFailed, _OpMetadata
@@ -207,4 +208,23 @@ def test_all_operations_end_with_the_channel_even_if_the_device_fails(channel: C
     ops[0].timer = Broken(release=OSError("no device"))
     channel.close(RuntimeError("aborted"))
     assert all(op.wait(AGES.total_seconds()) and "aborted" in str(op.error) for op in ops)
+    end_worker(channel)
+
+
+def test_a_worker_is_pinged_as_soon_as_another_thread_does_not_send(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers, so it is healthy, although its operation is late."""
+    monkeypatch.setattr(channel_module, "_PING_EVERY_SEC", 0.05)
+    monkeypatch.setattr(channel_module, "_UNRESPONSIVE_SEC", 0.5)
+    with channel._send_lock:  # as a thread that sends something at the moment of the first ping
+        channel._look_at = 0.0
+        op = _OpMetadata(0.0)
+        op.op_id, channel._ops[1] = 1, op
+        wait_until(lambda: channel._pinged_at is not None)
+    (request, *_), _ = protocol.receive(channel.theirs)
+    assert request == protocol.PING
+    protocol.send(channel.theirs, (0, None, None))
+    wait_until(lambda: channel._pinged_at is None)
+    assert channel.broken is None
     end_worker(channel)

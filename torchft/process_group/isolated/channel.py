@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import queue
 import select
@@ -162,7 +163,8 @@ class Channel:
 
     def _note(self, device: int, note: Any, descriptor: Optional[int], held: Optional[Registration]) -> None:
         """Sends a note, see `sharing.Notify`; the operation ends when the worker has read it."""
-        op = _OpMetadata(_UNRESPONSIVE_SEC)
+        # It is never late: to unmap memory may have to wait for operations, which have their own timeouts.
+        op = _OpMetadata(math.inf)
         op.registrations = [] if held is None else [held]
         self._begin(op, protocol.NOTE, device, note, descriptor=descriptor)
 

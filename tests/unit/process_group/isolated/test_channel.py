@@ -228,3 +228,14 @@ def test_a_worker_is_pinged_as_soon_as_another_thread_does_not_send(
     wait_until(lambda: channel._pinged_at is None)
     assert channel.broken is None
     end_worker(channel)
+
+
+def test_a_worker_may_take_long_for_a_note(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To unmap memory may have to wait for operations on the device, which have a timeout of their own."""
+    monkeypatch.setattr(channel_module, "_PING_EVERY_SEC", 0.02)
+    monkeypatch.setattr(channel_module, "_UNRESPONSIVE_SEC", 0.1)
+    protocol.send(channel.theirs, (0, None, None))  # the reader looks at once, and from now on often
+    channel._note(1, ("drop", 1), None, None)
+    time.sleep(0.5)
+    assert channel.broken is None and channel._pinged_at is None
+    end_worker(channel)

@@ -13,6 +13,7 @@ import (
 	"github.com/hashicorp/raft"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/torchftpb"
@@ -42,6 +43,9 @@ type layer struct {
 	cut   bool // nothing is sent or received any more
 	conns map[*conn]struct{}
 }
+
+// maxHello bounds the handshake of a stream, in bytes: its texts come into the log.
+const maxHello = 4 << 10
 
 var errCut = errors.New("this lighthouse takes no part in the cluster any more")
 
@@ -188,6 +192,9 @@ func (l *layer) accept(stream torchftpb.ClusterService_LinkServer) error {
 	case <-stream.Context().Done():
 	}
 	hello := first.GetHello()
+	if size := proto.Size(hello); size > maxHello {
+		return status.Errorf(codes.InvalidArgument, "a handshake of %d bytes is longer than %d", size, maxHello)
+	}
 	if err := l.check(hello); err != nil {
 		if !errors.Is(err, errCut) { // leave has said why
 			l.refused(addressOf(hello.GetFrom()), err)

@@ -19,6 +19,7 @@ Only groups whose handle says that they do this wait for each other; upstream gr
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,26 +49,36 @@ _LOOK_SEC = 0.01
 _READY = 1 << 32
 
 
+_counting = threading.Lock()  # not held while a store answers
+
+
 class SharedCounter:
-    """A counter of progress in a store, as one of its `members` sees it. `old`: the key of an earlier step,
-    which is deleted: all have asked for a later quorum since; empty: none.
+    """A counter of progress in a store, as one of its `members` sees it.
+
+    Args:
+        ready: the keys of the counters in which this one counts as ready. A script may begin a step again, in
+            the same quorum: then it counts once, and not while it heals again.
+        old: the key of an earlier step, which is deleted: all have asked for a later quorum since; empty:
+            none.
     """
 
-    def __init__(self, store: Store, key: str, members: int, old: str = "") -> None:
+    def __init__(self, store: Store, key: str, members: int, ready: set[str], old: str = "") -> None:
         if old and old != key:
             store.delete_key(old)
         self._store = store
         self._key = key
         self._members = members
         self._value = 0
-        self._ready = False
+        self._ready = ready
 
     def count(self, moved: bool, ready: bool) -> bool:
-        """Adds that this one has made progress since the last call, and that it is ready. Returns whether the
-        counter has moved.
+        """Adds that this one has made progress since the last call, and whether it is ready. Returns whether
+        the counter has moved.
         """
-        add = int(moved) + (_READY if ready and not self._ready else 0)
-        self._ready = self._ready or ready
+        with _counting:
+            counted = self._key in self._ready
+            (self._ready.add if ready else self._ready.discard)(self._key)
+        add = int(moved) + _READY * (ready - counted)
         before, self._value = self._value, self._store.add(self._key, add)
         return self._value != before
 
@@ -86,7 +97,8 @@ class _Wait:
     groups: int  # their number
     ranks: GroupRanks
     key: str  # of the counters of this step
-    old: str  # of the latest ones before
+    counts: set[str]  # the keys of those in which this rank counts as ready
+    old: str  # the key of the latest counters before
 
     def __post_init__(self) -> None:
         self.received = 0  # bytes of this rank's heal
@@ -98,11 +110,11 @@ class _Wait:
     def _count(self) -> None:
         attempt, told, ranks = running(), 0, self.ranks
         client = self.clients.pop(self.address, None) or create_store_client(self.address, _CONNECT_TIMEOUT)
-        column, group = SharedCounter(client, self.key, self.groups, self.old), None
+        column, group = SharedCounter(client, self.key, self.groups, self.counts, self.old), None
         if ranks.size > 1:
             own = f"torchft/{ranks.name}/"
             old = own + self.old if self.old else ""
-            group = SharedCounter(ranks.store, own + self.key, ranks.size, old)
+            group = SharedCounter(ranks.store, own + self.key, ranks.size, self.counts, old)
         shortest, longest = _PAUSE_SEC
         while attempt is not None and attempt.abandoned is None:
             received, ready = self.received, self.ready  # read once: other threads set them
@@ -132,6 +144,7 @@ class HealWait:
 
     def __post_init__(self) -> None:
         self._key = ""  # of the latest counters
+        self._counts: set[str] = set()
         self._clients: dict[str, Store] = {}
         self.waiting: Optional[_Wait] = None
 
@@ -151,7 +164,10 @@ class HealWait:
             yield
             return
         old, self._key = self._key, f"heals/{plan.quorum_id}/{plan.max_step}"
-        self.waiting = now = _Wait(store, self._clients, plan.replica_world_size, self.ranks, self._key, old)
+        if old != self._key:
+            self._counts = set()
+        groups = plan.replica_world_size
+        self.waiting = now = _Wait(store, self._clients, groups, self.ranks, self._key, self._counts, old)
         try:
             yield
         finally:

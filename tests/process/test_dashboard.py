@@ -484,8 +484,8 @@ def test_what_hosts_hold_in_memory_and_write_to_disks_is_shown(
         "bytes": 50_000_000,
     }
     slots = [
-        {**slot, "slot": 0, "step": 700, "saved": time.time() - 720},
-        {**slot, "slot": 1, "step": 0, "saved": 0, "incomplete": "it is being written"},
+        {**slot, "path": "a/rank-0/0", "step": 700, "saved": time.time() - 720},
+        {**slot, "path": "a/rank-0/1", "step": 0, "saved": 0, "incomplete": "it is being written"},
     ]
     disk = {"job": "j", "folder": "/<b>ckpt</b>", "written": 600, "bytes": 0, "since": time.time() - 720}
     disks = [

@@ -278,7 +278,8 @@ def test_a_copy_for_a_disk_is_spared_until_it_is_written() -> None:
     for step in range(1, 6):
         rank.step(step)
     assert saved() == [5, 2]
-    write_status(slots.root() / slots.job_name(), {"/x": Status(written=2)})
+    job = slots.folder_of(slots.job_name(), "group", 0).parents[1]
+    write_status(job, {"/x": Status(written=2)})
     rank.step(6)
     assert saved() == [6, 5]
 

@@ -270,6 +270,16 @@ def test_two_groups_join_two(cluster: Cluster, caplog: pytest.LogCaptureFixture)
     assert not [r for r in caplog.records if "transferred at once" in r.getMessage()]
 
 
+@pytest.mark.slow
+def test_a_group_that_takes_no_part_in_a_heal_waits_in_the_same_step(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A target has a source and three additional ones: the fifth group neither heals nor serves."""
+    _run(cluster, Loop(together=6), first=5, later=1)
+    lost = ("transferred at once", "is lost", "timed out")
+    assert not [r for r in caplog.records if any(text in r.getMessage() for text in lost)]
+
+
 @dataclass
 class TwoRanks(Loop):
     """The second rank of a group has a larger model, or another optimizer."""

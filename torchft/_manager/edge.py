@@ -243,9 +243,12 @@ def as_server(client: Any, group_rank: int) -> GroupServer:
 
 
 def _repeats(result: QuorumResult, last: QuorumResult) -> bool:
-    """Whether a result differs from the last one in the step only. One with a heal is followed each time."""
+    """Whether a result differs from the last one in the step only. One with a heal is followed each time, by
+    the groups that take no part in it as well: they wait for it, in the step of that result (heal/wait.py).
+    """
     heals = result.heal or result.recover_dst_replica_ranks or result.help_dst_replica_ranks
-    return not heals and replace(last, max_step=result.max_step) == result
+    behind = result.max_world_size < result.replica_world_size
+    return not (heals or behind) and replace(last, max_step=result.max_step) == result
 
 
 def _whole(result: Any) -> QuorumResult:

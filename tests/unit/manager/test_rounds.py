@@ -16,6 +16,7 @@ import pytest
 
 from tests.unit.waiting import wait_until
 from torchft._manager.edge import GroupServer, _NativeServer, as_server
+from torchft._manager.quorum.plan import Planner, WorldSizeMode
 from torchft._manager.quorum.rounds import (
     JobFinished,
     LateRound,
@@ -144,6 +145,18 @@ def test_a_heal_is_a_change_each_time(rank: Rank) -> None:
         rank.client.results.put(result := QuorumResult(quorum_id=1, heal=True))
         begun.result()
         assert followed.by[0][0] is result
+
+
+def test_a_heal_of_other_groups_is_a_change_each_time(rank: Rank) -> None:
+    """This group waits for it in the step of the result, like the groups that take part in it."""
+    planner = Planner(True, WorldSizeMode.DYNAMIC, 1)
+    for step in range(3):
+        followed = Followed()
+        begun = rank.begin(followed, step=step)
+        others_heal = QuorumResult(quorum_id=1, max_step=step, replica_world_size=6, max_world_size=5)
+        rank.client.results.put(others_heal)
+        begun.result()
+        assert planner.plan(followed.by[0][0], allow_heal=True).max_step == step
 
 
 def test_a_quorum_that_stands_is_followed_at_once(rank: Rank) -> None:

@@ -106,7 +106,7 @@ class Stepping(ManagerParts):
         standing = self._server.standing(sent)
         if ends:  # the groups meet: one that has lost the last step alone heals
             standing = None
-        if standing is not None and standing is self._quiet:
+        if before is not None and standing is not None and standing is self._quiet:
             self._follow_again(step)
             self._round, self._ready = before, True  # it has this result, too
             return

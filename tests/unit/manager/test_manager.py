@@ -292,6 +292,24 @@ def test_a_step_that_cannot_begin_has_no_quorum(fixture: Fixture, where: str) ->
     assert manager.should_commit()
 
 
+def test_a_quorum_stands_after_a_step_that_could_not_begin(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    manager.start_quorum()
+    assert manager.should_commit()
+    failing = MagicMock(side_effect=RuntimeError("cannot begin"))
+    with (
+        patch.object(fixture.transport, "metadata", failing),
+        pytest.raises(RuntimeError, match="cannot begin"),
+    ):
+        manager.start_quorum()
+    for _ in range(2):
+        with patch.object(manager._server, "standing", return_value=manager._quiet):
+            manager.start_quorum()
+        assert manager.allreduce(torch.ones(1)).wait()
+        assert manager.should_commit()
+    assert fixture.client._quorum.call_count == 1
+
+
 def test_synchronous_quorum_raises_at_once(fixture: Fixture) -> None:
     manager = fixture.manager(use_async_quorum=False)
     fixture.client._quorum.side_effect = TimeoutError("too late")

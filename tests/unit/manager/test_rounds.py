@@ -270,6 +270,26 @@ def test_the_thread_keeps_no_round_alive(rank: Rank) -> None:
     assert followed.by == []
 
 
+def test_a_round_ends_if_another_thread_shuts_the_rounds_down_meanwhile() -> None:
+    asked, result = threading.Event(), QuorumResult(quorum_id=1)
+    ends = threading.Thread(target=lambda: (asked.wait(20), rounds.shutdown(wait=True)))
+
+    def ask(request: QuorumRequest, timeout: timedelta) -> Any:
+        if request.step == 1:
+            asked.set()
+            ends.join(0.2)  # it may have ended, or waits for this round
+        return lambda: result
+
+    rounds, followed = Rounds(ask), Followed()
+    rounds.begin(followed, REQUEST, LONG).result()
+    ends.start()
+    begun = rounds.begin(followed, replace(REQUEST, step=1), LONG)
+    assert begun._ended.wait(20)
+    ends.join(20)
+    with pytest.raises(RuntimeError, match="shut down"):
+        rounds.begin(followed, REQUEST, LONG)
+
+
 UPSTREAM: dict[str, Any] = {  # the arguments that other clients get
     "group_rank": 0,
     "step": 0,

@@ -122,19 +122,26 @@ class Rounds:
         self._ask = ask
         self._asked: queue.SimpleQueue[Optional[tuple[Wait, weakref.ref[Round]]]] = queue.SimpleQueue()
         self._thread: Optional[threading.Thread] = None
+        self._lock = threading.Lock()  # a round that has begun is asked before the end of the thread
+        self._over = False
 
     def begin(self, follow: Follow, request: QuorumRequest, timeout: timedelta) -> Round:
-        """Begins a round. `follow` is called with its result, on the thread."""
+        """Begins a round. `follow` is called with its result, on the thread. RuntimeError: after the end."""
         begun = Round(follow)
-        self._asked.put((self._ask(request, timeout), weakref.ref(begun)))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="torchft_quorum", daemon=True)
-            self._thread.start()
+        with self._lock:
+            if self._over:
+                raise RuntimeError("the Manager is shut down")
+            self._asked.put((self._ask(request, timeout), weakref.ref(begun)))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="torchft_quorum", daemon=True)
+                self._thread.start()
         return begun
 
     def shutdown(self, wait: bool) -> None:
         """Ends the thread, after the client's shutdown. `wait`: also waits for its end."""
-        self._asked.put(None)
+        with self._lock:
+            self._over = True
+            self._asked.put(None)
         if wait and self._thread is not None:
             self._thread.join()
 

@@ -88,13 +88,28 @@ def make(stack: ExitStack, ranks: int = 1, timeout: timedelta = LONG, native: bo
 
 def test_a_counter_has_the_progress_of_all_and_how_many_are_ready() -> None:
     store = HashStore()
-    a, b = SharedCounter(store, "key", 2), SharedCounter(store, "key", 2)
+    a, b = SharedCounter(store, "key", 2, set()), SharedCounter(store, "key", 2, set())
     assert not a.count(False, False)
     assert b.count(True, False) and a.count(False, False) and not a.count(False, False)
     assert a.count(False, True) and not a.count(False, True), "it is ready once"
     assert not a.all_ready and not b.all_ready
     assert b.count(True, True) and b.all_ready
     assert a.count(False, True) and a.all_ready
+
+
+def test_one_that_begins_again_is_ready_once_and_not_before() -> None:
+    store, of_a, of_b = HashStore(), set[str](), set[str]()
+    a, b = SharedCounter(store, "key", 2, of_a), SharedCounter(store, "key", 2, of_b)
+    a.count(False, True)
+    for ready in (False, True, True):
+        a = SharedCounter(store, "key", 2, of_a)
+        a.count(False, ready)
+        assert not a.all_ready
+    assert b.count(False, True) and b.all_ready
+    again = SharedCounter(store, "key", 2, of_b)
+    again.count(False, False)
+    a.count(False, True)
+    assert not a.all_ready and not again.all_ready
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -141,6 +156,34 @@ def test_a_group_waits_until_the_other_one_has_healed(stack: ExitStack) -> None:
     target.wait()
     target.wait()  # later reductions of the step
     assert not target.waited_for
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_group_waits_again_if_the_step_begins_again(stack: ExitStack, ranks: int) -> None:
+    """In the same quorum, the other group heals again."""
+    job = make(stack, ranks)
+    pool = stack.enter_context(ThreadPoolExecutor(2 * ranks))
+    survivors, targets = ([job.waits[group, rank] for rank in range(ranks)] for group in range(2))
+
+    def step(wait: HealWait) -> None:
+        with wait.following(job.plan(wait.ranks.number)):
+            pass
+        wait.wait()
+
+    for one in [pool.submit(step, wait) for wait in job.waits.values()]:
+        one.result(60)
+    with ExitStack() as healing:
+        for target in targets:
+            healing.enter_context(target.following(job.plan(target.ranks.number)))
+        wait_until(lambda: not any(target._counts for target in targets))
+        waited = [pool.submit(step, survivor) for survivor in survivors]
+        wait_until(lambda: all(waits(survivor) for survivor in survivors))
+        before = cast(Any, survivors[0].waiting).moved_at
+        targets[0].received(10)
+        wait_until(lambda: cast(Any, survivors[0].waiting).moved_at > before)
+        assert not any(one.done() for one in waited)
+    for one in waited:
+        one.result(60)
 
 
 def test_a_heal_without_progress_ends_the_wait(stack: ExitStack) -> None:

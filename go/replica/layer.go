@@ -193,7 +193,8 @@ func (l *layer) accept(stream torchftpb.ClusterService_LinkServer) error {
 	}
 	hello := first.GetHello()
 	if size := proto.Size(hello); size > maxHello {
-		return status.Errorf(codes.InvalidArgument, "a handshake of %d bytes is longer than %d", size, maxHello)
+		return status.Errorf(codes.InvalidArgument, "a handshake of %d bytes is longer than %d", size,
+			maxHello)
 	}
 	if err := l.check(hello); err != nil {
 		if !errors.Is(err, errCut) { // leave has said why

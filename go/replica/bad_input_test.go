@@ -254,6 +254,8 @@ func TestStrangersOnALink(t *testing.T) {
 			{hello(id.Cluster, "http://x:1#1", id.Self+"#lost"), "", "has lost its state directory"},
 			{hello(id.Cluster, "http://x:1#1", name), strings.Repeat("\xff\x00\xc1", 1000), "EOF"},
 			{hello(id.Cluster, strings.Repeat("x", 3000), name), "\x00\xde\xff\xff", ""},
+			{hello("other", strings.Repeat("x", 1<<20), name), "", "longer"},
+			{hello(strings.Repeat("y", 1<<20), "http://x:1#1", name), "", "longer"},
 		} {
 			ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
 			link, err := torchftpb.NewClusterServiceClient(conn).Link(ctx)
@@ -265,6 +267,7 @@ func TestStrangersOnALink(t *testing.T) {
 				_, err = link.Recv()
 			}
 			require.ErrorContains(t, err, c.want)
+			require.Less(t, len(err.Error()), 8000)
 			cancel()
 		}
 		time.Sleep(5 * time.Second)

@@ -18,17 +18,17 @@ import (
 const largestPast = rpc.MaxRequest * 3 / 4
 
 // PackPast packs the quorum that a member received last. If it is too large for a request, with more than
-// some 10,000 members with 8 handles each, the result contains only what a lighthouse needs to continue after
-// the quorum, and not what it needs to redeliver it.
+// some 10,000 members with 8 handles each, the records of the members contain only what a lighthouse needs to
+// continue after the quorum, and not what it needs to redeliver it.
 func PackPast(q *quorum.Quorum) ([]byte, error) {
 	packed, err := pack(q)
 	if err == nil && len(packed) > largestPast {
-		bare := &quorum.Quorum{ID: q.ID, Created: q.Created, Stands: q.Stands,
-			Members: make([]quorum.Member, len(q.Members))}
+		bare := *q
+		bare.Members = make([]quorum.Member, len(q.Members))
 		for i, m := range q.Members {
 			bare.Members[i] = quorum.Member{ReplicaID: m.ReplicaID, Address: m.Address, Step: m.Step}
 		}
-		packed, err = pack(bare)
+		packed, err = pack(&bare)
 	}
 	return packed, err
 }

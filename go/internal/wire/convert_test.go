@@ -3,6 +3,7 @@ package wire_test
 import (
 	"fmt"
 	"reflect"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -77,17 +78,26 @@ func sent[M proto.Message](t *testing.T, message, into M) M {
 func TestAQuorumArrivesAsItIs(t *testing.T) {
 	member := full[quorum.Member](t)
 	member.Unknown = []byte{0xc2, 0x0c, 0x00}
-	want := &quorum.Quorum{ID: 9, Members: []quorum.Member{member, {ReplicaID: "q"}},
-		Created: time.Unix(7, 8).UTC(), Stands: true, Speeds: []int64{100, 50}, Skipped: []string{"0.1.2"}}
+	want := fullQuorum(t, member, quorum.Member{ReplicaID: "q"})
 	assert.Equal(t, want, wire.QuorumFromProto(sent(t, wire.QuorumToProto(want), &torchftpb.Quorum{})))
+}
+
+// fullQuorum returns a quorum of these members, of which no other field is zero.
+func fullQuorum(t *testing.T, members ...quorum.Member) *quorum.Quorum {
+	t.Helper()
+	q := full[quorum.Quorum](t)
+	q.Created, q.Members = time.Unix(7, 8).UTC(), members
+	for field, value := range reflect.ValueOf(q).Fields() {
+		require.False(t, value.IsZero(), "%s is zero: a conversion that drops it would pass", field.Name)
+	}
+	return &q
 }
 
 func TestStatesArriveAsTheyAre(t *testing.T) {
 	state := full[quorum.State](t)
 	assert.Equal(t, state, wire.StateFromProto(sent(t, wire.AskToProto(state), &torchftpb.Ask{})))
 	list := []quorum.Member{{ReplicaID: "a"}, {ReplicaID: "b"}, {ReplicaID: "c"}}
-	want := &quorum.Quorum{ID: 9, Members: append([]quorum.Member(nil), list...),
-		Created: time.Unix(7, 8).UTC()}
+	want := fullQuorum(t, slices.Clone(list)...)
 	common := state
 	common.Step++
 	want.Members[0].SetState(common)

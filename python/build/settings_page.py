@@ -68,6 +68,10 @@ def of_class(source: str, name: str) -> list[Row]:
         *zip(given.kwonlyargs, given.kw_defaults, strict=True),
     ]:
         if arg.arg not in _NO_SETTINGS:
+            if arg.arg not in said:
+                raise ValueError(
+                    f"{name}.{arg.arg} is not in the docstring of {name}: a line under Args: says it"
+                )
             rows.append(_argument(arg.arg, default, said[arg.arg]))
     return rows
 

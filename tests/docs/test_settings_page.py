@@ -68,6 +68,11 @@ def test_arguments_of_a_class() -> None:
     ]
 
 
+def test_an_argument_without_a_docstring_is_named() -> None:
+    with pytest.raises(ValueError, match=r"Thing\.retries is not in the docstring of Thing"):
+        settings_page.of_class(CLASS.replace("retries:", "tries:", 1), "Thing")
+
+
 @pytest.mark.parametrize(
     ("line", "row"),
     [

@@ -2,9 +2,13 @@ package dashboard
 
 import (
 	"encoding/json"
+	"go/ast"
+	"go/parser"
+	"go/token"
 	"os"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -61,6 +65,43 @@ func TestMetricsOfTheDocsAndTheGrafanaDashboardExist(t *testing.T) {
 			assert.True(t, strings.Contains(string(operating), name), "%s is not documented", name)
 		}
 	}
+}
+
+func TestEachCauseOfAFailureIsInTheDocs(t *testing.T) {
+	text, err := os.ReadFile("../../docs/metrics.md")
+	require.NoError(t, err)
+	row := regexp.MustCompile(`(?m)^\| .torchft_member_failures_total\{cause\}. \|.*$`).FindString(string(text))
+	require.NotEmpty(t, row)
+	for _, cause := range quorum.Causes {
+		assert.Contains(t, row, "`"+string(cause)+"`")
+	}
+	noFailures := []string{string(quorum.ShutDown), string(quorum.Parts)}
+	for _, cause := range constants(t, "../quorum/types.go", "Cause") {
+		if !slices.Contains(noFailures, cause) {
+			assert.Contains(t, quorum.Causes, quorum.Cause(cause))
+		}
+	}
+}
+
+// constants returns the values of all constants of a type of strings in a file.
+func constants(t *testing.T, path, of string) (values []string) {
+	t.Helper()
+	file, err := parser.ParseFile(token.NewFileSet(), path, nil, 0)
+	require.NoError(t, err)
+	ast.Inspect(file, func(n ast.Node) bool {
+		spec, is := n.(*ast.ValueSpec)
+		if !is {
+			return true
+		}
+		if name, named := spec.Type.(*ast.Ident); named && name.Name == of {
+			value, err := strconv.Unquote(spec.Values[0].(*ast.BasicLit).Value)
+			require.NoError(t, err)
+			values = append(values, value)
+		}
+		return true
+	})
+	require.NotEmpty(t, values)
+	return values
 }
 
 // panel has the fields of a Grafana panel that are checked.

@@ -1,13 +1,17 @@
 package dashboard
 
 import (
+	"encoding/json"
 	"fmt"
+	"os"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 )
 
 var start = time.Date(2026, 5, 1, 12, 0, 0, 0, time.UTC)
@@ -118,4 +122,45 @@ func TestTheStepsOfAQuorumThatStandsCount(t *testing.T) {
 	h.Round(950, 3, start.Add(3*time.Second))
 	h.Round(951, 3, start.Add(4*time.Second))
 	assert.Equal(t, int64(51), h.latest.Trained)
+}
+
+func TestEachKindOfEventIsDescribedAndHasItsWords(t *testing.T) {
+	kinds := constants(t, "history.go", "Kind")
+	read := func(path string) string {
+		text, err := os.ReadFile(path)
+		require.NoError(t, err)
+		return string(text)
+	}
+	var described struct {
+		Components struct {
+			Schemas struct {
+				Event struct {
+					Properties struct{ Kind struct{ Enum []string } }
+				}
+				Status struct {
+					Properties struct{ Notices struct{ Description string } }
+				}
+			}
+		}
+	}
+	require.NoError(t, json.Unmarshal([]byte(read("openapi.json")), &described))
+	schemas := described.Components.Schemas
+	assert.ElementsMatch(t, kinds, schemas.Event.Properties.Kind.Enum, "openapi.json, the schema Event")
+	for _, kind := range notices {
+		assert.Contains(t, schemas.Status.Properties.Notices.Description, string(kind),
+			"openapi.json, notices in the schema Status")
+	}
+	for _, place := range []struct{ path, begin, end string }{
+		{"web/app.js", "const EVENT_COLORS", "\n}"},
+		{"web/app.js", "const OF_MEMBERS", "\nlet "},
+		{"../../torchft/cli/events.py", "_OF_MEMBERS = ", "\n\n\ndef _line"},
+	} {
+		_, rest, found := strings.Cut(read(place.path), place.begin)
+		require.True(t, found, "%s has no %s", place.path, place.begin)
+		part, _, found := strings.Cut(rest, place.end)
+		require.True(t, found, "%s has no %q after %s", place.path, place.end, place.begin)
+		for _, kind := range kinds {
+			assert.Regexp(t, `\b`+regexp.QuoteMeta(kind)+`\b`, part, "%s, %s", place.path, place.begin)
+		}
+	}
 }

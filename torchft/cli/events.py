@@ -56,36 +56,43 @@ def _followed(lighthouse: HttpLighthouse) -> Iterator[dict[str, Any]]:
         time.sleep(_AGAIN_SEC)
 
 
+# What is said of the members that an event names, by its kind.
+_OF_MEMBERS = {
+    "drained": "{} is to leave at the end of a step",
+    "ended": "{} left",
+    "failed": "{} failed",
+    "killed": "{} left",
+    "quorum": "{} left",
+    "refused": "{} was refused",
+    "stalled": "the others wait for {}",
+    "straggler": "{} is slower than the others",
+}
+# Of events of these kinds the reason says it all.
+_ONLY_REASON = ("bad_node", "corrupted", "regressed", "scaled", "skipped", "stopped", "waiting")
+_RECOVERIES = ("healed", "recovered")
+
+
 def words(event: dict[str, Any]) -> str:
-    """Formats an event as one line."""
+    """Formats an event as one line, and its stacks below it."""
     when = datetime.fromisoformat(event["time"].replace("Z", "+00:00")[:19] + "+00:00").astimezone()
-    if event["kind"] == "drained":
-        return _line(
-            when, event, [f"{', '.join(event['left'])} is to leave at the end of a step", event["reason"]]
-        )
-    if event["kind"] == "stalled":
-        return _line(when, event, [f"the others wait for {', '.join(event['left'])}", event["reason"]])
-    if event["kind"] == "straggler":
-        return _line(when, event, [f"{', '.join(event['left'])} is slower than the others", event["reason"]])
-    if event["kind"] == "stacks":
-        return _line(when, event, [event["who"], f"{event['reason']}\n{event['stacks']}"])
-    if event["kind"] in ("stopped", "skipped", "scaled", "corrupted", "bad_node"):
-        return _line(when, event, [event["reason"]])
-    if event["kind"] == "refused":
-        return _line(when, event, [f"{', '.join(event['left'])} was refused", event["reason"]])
+    kind, reason = event["kind"], event.get("reason")
     parts = []
-    if event.get("who"):
+    if kind == "stacks":
+        parts.append(event["who"])
+        reason = f"{reason}\n{event['stacks']}"
+    if kind in _RECOVERIES:
         parts.append(_recovery(event))
     if event.get("joined"):
         parts.append(f"{', '.join(event['joined'])} joined")
-    if event.get("left"):
-        parts.append(f"{', '.join(event['left'])} {'failed' if event['kind'] == 'failed' else 'left'}")
-    if event["kind"] == "quorum":
+    if event.get("left") and kind not in _ONLY_REASON:
+        # a lighthouse of a later version may send further kinds
+        parts.append(_OF_MEMBERS.get(kind, "{}").format(", ".join(event["left"])))
+    if kind == "quorum":
         members = event.get("members", 0)
         train = "1 group trains" if members == 1 else f"{members} groups train"
         parts.append(f"{train} from step {event.get('step', 0)}")
-    if event.get("reason"):
-        parts.append(event["reason"])
+    if reason:
+        parts.append(reason)
     return _line(when, event, parts)
 
 

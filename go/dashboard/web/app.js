@@ -6,7 +6,12 @@ const MOST_EVENTS = 300;
 const MOST_POINTS = 4000;
 const ORDER = ["failed", "stalled", "suspect", "draining", "waiting", "joining", "healing", "standby", "training"];
 
-const EVENT_COLORS = { quorum: "training", healed: "training", recovered: "training", scaled: "training", drained: "draining", ended: "draining" };
+const EVENT_COLORS = {
+  quorum: "training", healed: "training", recovered: "training", scaled: "training",
+  drained: "draining", ended: "draining",
+  bad_node: "bad", corrupted: "bad", failed: "bad", killed: "bad", refused: "bad", regressed: "bad", skipped: "bad", stacks: "bad",
+  stalled: "bad", stopped: "bad", straggler: "bad", waiting: "bad",
+};
 
 const at = (id) => document.getElementById(id);
 const state = { head: null, rows: new Map(), events: [], points: [], lastEvent: 0 };
@@ -236,17 +241,26 @@ const some = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
 const seconds = (s) => (s < 1 ? `${Math.round(1000 * s)} ms` : `${s.toFixed(1)} s`);
 const gigabytes = (bytes) => (bytes < 1e8 ? `${(bytes / 1e6).toFixed(1)} MB` : `${(bytes / 1e9).toFixed(1)} GB`);
 
+// What is said of the members that an event names, by its kind, as in torchft/cli/events.py.
+const OF_MEMBERS = {
+  drained: (who) => `${who} is to leave at the end of a step`,
+  ended: (who) => `${who} left`,
+  failed: (who) => `${who} failed`,
+  killed: (who) => `${who} left`,
+  quorum: (who) => `${who} left`,
+  refused: (who) => `${who} was refused`,
+  stalled: (who) => `the others wait for ${who}`,
+  straggler: (who) => `${who} is slower than the others`,
+};
+// Of events of these kinds the reason says it all. A page that was loaded before an upgrade may get others.
+const ONLY_REASON = ["bad_node", "corrupted", "regressed", "scaled", "skipped", "stopped", "waiting"];
+
 function words(event) {
+  if (event.kind === "stacks") return `${event.who}, ${event.reason}\n${event.stacks}`;
   const parts = [];
   if (event.joined) parts.push(`${event.joined.join(", ")} joined`);
-  if (event.left) parts.push(`${event.left.join(", ")} ${event.kind === "failed" ? "failed" : "left"}`);
-  if (event.kind === "drained") return `${(event.left || []).join(", ")} is to leave at the end of a step; ${event.reason}`;
-  if (["stopped", "skipped", "scaled", "corrupted", "bad_node"].includes(event.kind)) return event.reason;
-  if (event.kind === "stalled") return `the others wait for ${(event.left || []).join(", ")}; ${event.reason}`;
-  if (event.kind === "straggler") return `${(event.left || []).join(", ")} is slower than the others; ${event.reason}`;
-  if (event.kind === "stacks") return `${event.who}, ${event.reason}\n${event.stacks}`;
-  if (event.kind === "refused") return `${(event.left || []).join(", ")} was refused; ${event.reason}`;
-  if (event.who) parts.push(recovery(event));
+  if (event.left && !ONLY_REASON.includes(event.kind)) parts.push((OF_MEMBERS[event.kind] || String)(event.left.join(", ")));
+  if (["healed", "recovered"].includes(event.kind)) parts.push(recovery(event));
   if (event.kind === "quorum") parts.push(`${some(event.members, "group")} ${event.members === 1 ? "trains" : "train"} from step ${event.step || 0}`);
   if (event.reason) parts.push(event.reason);
   return parts.join("; ");

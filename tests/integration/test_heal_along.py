@@ -16,10 +16,10 @@ from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from tests.integration.test_divergence import WITHIN, Flip, Training, names, run
 from tests.integration.test_divergence import reported as reported
 from tests.integration.test_replay import DRAIN_SEC, OPERATION
-from torchft._manager.heal import joining, rules
+from torchft._manager.heal import in_passing_rules, joining
 from torchft._manager.heal import mode as modes
+from torchft._manager.heal.in_passing_rules import Ask, Heal
 from torchft._manager.heal.mode import Figures
-from torchft._manager.heal.rules import Ask, Heal
 from torchft._manager.settings import HealMode
 from torchft._manager.step import collectives
 from torchft.checkpointing import HTTPTransport
@@ -45,7 +45,7 @@ NEXT, ARRIVED, COMPARED = Heal.next, Heal.arrived, Heal.compared
 def one_part_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of this size, one in each step."""
     for size in ("FIRST", "LEAST", "MOST"):
-        monkeypatch.setattr(rules, size, PART)
+        monkeypatch.setattr(in_passing_rules, size, PART)
     in_step: dict[Heal, Optional[int]] = {}
 
     def following(heal: Heal) -> Ask:

@@ -18,9 +18,9 @@ from torch import nn
 from tests.unit.waiting import wait_until
 from torchft._manager.heal import joining
 from torchft._manager.heal.in_passing import Fetch, InPassing
+from torchft._manager.heal.in_passing_rules import FIRST, Ask
 from torchft._manager.heal.joining import Target
 from torchft._manager.heal.recovery import Recovery
-from torchft._manager.heal.rules import FIRST, Ask
 from torchft._manager.heal.sources import Sources
 from torchft._manager.heal.step_parts import StepParts
 from torchft._manager.heal.together import Agreement, GroupRanks, HealingRanks

@@ -1,5 +1,5 @@
 """The messages between the ranks of a group during a heal. Random histories of such heals are in
-test_rules.py.
+test_in_passing_rules.py.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Both ways:
 
 In passing, while all groups train:
     in_passing: whether it is possible. mode: whether it is worth it (pure). joining: the target's side.
-    step_parts: the source's. rules and pace: the target's decisions (pure). tracked: parameters and
-    optimizer state, cut into parts. side_stream: device work in turns with the training thread. together: all
-    ranks of a group end the heal in one step.
+    step_parts: the source's. in_passing_rules and pace: the target's decisions (pure). tracked: parameters
+    and optimizer state, cut into parts. side_stream: device work in turns with the training thread.
+    together: all ranks of a group end the heal in one step.
 """

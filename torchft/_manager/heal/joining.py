@@ -1,7 +1,7 @@
 """The target's part of a heal in passing: trains along while the state of a peer arrives.
 
-rules.py decides what to request and how to use the answers. tracked.py changes the tensors. The checkpoint
-transport transfers the parts.
+in_passing_rules.py decides what to request and how to use the answers. tracked.py changes the tensors. The
+checkpoint transport transfers the parts.
 
 The *request thread* sends one request at a time, puts the parts that arrive in place, and compares digests.
 Before its vote the training thread asks the source whether it has committed the step, and with which
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
+from torchft._manager.heal.in_passing_rules import Ask, Heal
 from torchft._manager.heal.mode import Measured
 from torchft._manager.heal.pace import Pace
-from torchft._manager.heal.rules import Ask, Heal
 from torchft._manager.heal.tracked import Json, Parameters, Unsupported
 from torchft._manager.settings import HealMode
 from torchft.checkpointing.client.request import Abandon, Busy, RequestRefused

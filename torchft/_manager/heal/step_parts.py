@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchft._manager.heal.rules import COMPARED, MOST, Ask
+from torchft._manager.heal.in_passing_rules import COMPARED, MOST, Ask
 from torchft._manager.heal.tracked import Parameters, Unsupported
 from torchft.checkpointing.codec.requests import StatePart
 

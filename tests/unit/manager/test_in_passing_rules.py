@@ -11,8 +11,8 @@ import pytest
 
 from tests.bounded import often
 from tests.unit.manager.test_together import Store
-from torchft._manager.heal import rules
-from torchft._manager.heal.rules import (
+from torchft._manager.heal import in_passing_rules
+from torchft._manager.heal.in_passing_rules import (
     FIRST,
     LEAST,
     MAX_IDLE_SEC,
@@ -72,7 +72,7 @@ def test_nothing_is_lost_before_the_first_part() -> None:
 
 
 def test_all_that_is_here_is_compared_in_a_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "FIRST", 1)
+    monkeypatch.setattr(in_passing_rules, "FIRST", 1)
     heal = heal_in(7, total=3)
     heal.applied()
     heal.quorum(8, 1, 1, 0.0, together=False)
@@ -238,7 +238,7 @@ class Target:
 def small_parts(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "histories" in request.node.name:
         for name, value in (("FIRST", 2), ("LEAST", 1), ("MOST", 4)):
-            monkeypatch.setattr(rules, name, value)
+            monkeypatch.setattr(in_passing_rules, name, value)
 
 
 # The slow parts differ from part 0 only in their seeds.

@@ -299,7 +299,7 @@ class Manager(Stepping):
         request = StepRequest(allow_heal, shrink_only, timeout)
         if self._replay.ahead is not None:
             if self._replay.begins_at(self._position) and request.is_like(self._current.request):
-                self._current.forget_inputs()
+                self._current.begins_anew()
                 return
             # This group leaves a quorum in which the other groups count on it.
             self._current.collectives.abort()

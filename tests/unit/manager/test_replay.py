@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Callable, Optional
 
 import pytest
 import torch
 from torch.distributed import ReduceOp
+from torch.optim import SGD
 
 from tests.unit.manager.conftest import Fixture
 from tests.unit.manager.test_plan import plan, result
+from torchft._agreement import HEALS, announce
 from torchft._manager.step.errors import _peers_fault
 from torchft._manager.step.inputs import Inputs
 from torchft._manager.step.replay import MOST_REPLAYS, Replay
 from torchft._torchft import QuorumResult
 from torchft.manager import Manager
+from torchft.optim import OptimizerWrapper
+from torchft.process_group import ProcessGroupDummy
 
 
 @pytest.mark.parametrize(
@@ -219,6 +224,30 @@ def test_the_quorum_of_an_impossible_replay_is_used_by_the_next_step(
     manager.start_quorum(allow_heal=allow_heal)  # unless the next step's request differs
     manager.wait_quorum()
     assert fixture.client._quorum.call_count == quorums
+
+
+def test_optimizers_share_the_step_that_a_replay_began(
+    fixture: Fixture, make_quorum: Callable[..., QuorumResult]
+) -> None:
+    handles = [
+        announce(pg.get_reconfigure_handle(), ((HEALS, "1"),)) for pg in (ProcessGroupDummy(0, 1), fixture.pg)
+    ]
+    manager = fixture.manager(replay_failed_step=True)
+    manager.load_state_dict({"step": 1, "batches_committed": 1})
+    both = [OptimizerWrapper(manager, SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)) for _ in range(2)]
+    quorum = make_quorum(max_step=1, replay=True, reconfigure_handles=handles)
+    for quorum_id in (1, 2):
+        fixture.client._quorum.return_value = replace(quorum, quorum_id=quorum_id, replay=quorum_id == 1)
+        for optimizer in both:
+            optimizer.zero_grad()
+        manager.allreduce(torch.ones(2)).wait()
+        if quorum_id == 1:
+            manager._errors.of_collective(RuntimeError("a peer failed"))
+            fixture.client._quorum.return_value = replace(quorum, quorum_id=2, replay=False)
+        for optimizer in both:
+            optimizer.step()
+    assert fixture.client._quorum.call_count == 2
+    assert manager.current_step() == 2
 
 
 def test_an_average_of_local_sgd_is_not_reduced_again(

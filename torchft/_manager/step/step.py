@@ -131,6 +131,11 @@ class Step:
         if self.kept is not None:
             self.kept.forget()
 
+    def begins_anew(self) -> None:
+        """Makes the attempt of a replay, which has only its quorum, one at the next step."""
+        self.forget_inputs()
+        self.sharing = SharedStep()
+
     def follow(self, plan: Plan) -> None:
         """Takes over the plan of its quorum."""
         self._take(plan)

@@ -945,7 +945,7 @@ class Manager(Stepping):
                 parts.callback(self._transport.shutdown, wait=wait)
             in_passing: Optional[InPassing] = self.__dict__.get("_in_passing")
             if in_passing is not None:
-                parts.callback(in_passing.stop)
+                parts.callback(in_passing.close)
             if wait:
                 parts.callback(self._leave)
 

@@ -58,6 +58,21 @@ def test_at_step_0_the_state_is_transferred_at_once(step: int) -> None:
         heals.stop()
 
 
+def test_a_heal_that_begins_during_a_shutdown_ends() -> None:
+    """The quorum thread may follow a quorum meanwhile. No part is put in place after the shutdown."""
+    heals = heals_of([torch.optim.SGD(nn.Linear(2, 2).parameters())])
+    heals.close()
+    assert heals.join(plan(1), may_write=True) is Fetch.ALL
+    assert not heals.joining and heals._target is None
+    heals = heals_of([torch.optim.SGD(nn.Linear(2, 2).parameters())])
+    assert heals.join(plan(1), may_write=True) is Fetch.NOTHING
+    assert heals._target is not None
+    thread = heals._target._thread
+    heals.close()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 LARGE = LITTLE // 12 + 1  # elements with Adam
 
 

@@ -91,6 +91,7 @@ class InPassing:
         self._wrote = False  # whether heals that have ended have changed weights since a state was loaded
         self._ends = False  # whether the rest of the state is fetched in the present step
         self._abandoned = False  # until the next heal
+        self._closed = False
 
     # Before a heal
 
@@ -274,6 +275,8 @@ class InPassing:
                 return str(e), self._chooses
             self.began = time.monotonic()
             self._target = target = Target(parameters, self.transport, self.locate, self.timeout, self.logger)
+            if self._closed:
+                self.stop()
         target.quorum(plan, together=progress is Progress.READY)
         if target.heal.abandoned is not None or target.heal.ends:
             return target.heal.abandoned, False
@@ -372,3 +375,8 @@ class InPassing:
             target.stop()
             self._wrote = self._wrote or target.wrote
             self._target = None
+
+    def close(self) -> None:
+        """Ends the heals for good, on any thread: another one may begin one now."""
+        self._closed = True  # before the look at the target; :meth:`join` sets that first, then looks at this
+        self.stop()

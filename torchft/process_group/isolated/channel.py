@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import os
 import queue
 import select
@@ -43,6 +42,10 @@ from torchft.utils import DeviceThread, poll, use_device
 # healthy worker answers, since it reads its requests while its operations run.
 _PING_EVERY_SEC = 2.0
 _UNRESPONSIVE_SEC = 5.0
+
+# The timeout of a note, or that of the longest operation: to unmap memory may have to wait for operations,
+# and to begin with a device takes seconds.
+_NOTE_SEC = 60.0
 
 # If the worker seems to have ended: the longest wait until the reader has read the worker's last message.
 _LAST_WORDS_SEC = 1.0
@@ -91,6 +94,7 @@ class Channel:
         # Operations in flight. Only the reader removes one, and ends it.
         self._ops: dict[int, _OpMetadata] = {}
         self.broken: Optional[Exception] = None
+        self._longest = 0.0  # timeout of an operation, in seconds
         self._look_at = 0.0
         self._pinged_at: Optional[float] = None  # of a ping without an answer so far
         self._device: Optional[int] = None  # the reader releases memory and events of this device
@@ -106,6 +110,7 @@ class Channel:
     def start(self, op: _OpMetadata) -> None:
         """Sends an operation on tensors, or raises why the worker cannot be used."""
         if self.broken is None:  # else devices may be closed
+            self._longest = max(self._longest, op.timeout_sec)
             if op.stream is not None:
                 self._device = op.stream.device_index
             if self.devices.queued:
@@ -163,8 +168,7 @@ class Channel:
 
     def _note(self, device: int, note: Any, descriptor: Optional[int], held: Optional[Registration]) -> None:
         """Sends a note, see `sharing.Notify`; the operation ends when the worker has read it."""
-        # It is never late: to unmap memory may have to wait for operations, which have their own timeouts.
-        op = _OpMetadata(math.inf)
+        op = _OpMetadata(max(_NOTE_SEC, self._longest))
         op.registrations = [] if held is None else [held]
         self._begin(op, protocol.NOTE, device, note, descriptor=descriptor)
 

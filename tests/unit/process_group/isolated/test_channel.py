@@ -231,11 +231,30 @@ def test_a_worker_is_pinged_as_soon_as_another_thread_does_not_send(
 
 
 def test_a_worker_may_take_long_for_a_note(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To unmap memory may have to wait for operations on the device, which have a timeout of their own."""
+    """To unmap memory may have to wait for operations on the device, which have longer timeouts."""
     monkeypatch.setattr(channel_module, "_PING_EVERY_SEC", 0.02)
     monkeypatch.setattr(channel_module, "_UNRESPONSIVE_SEC", 0.1)
+    monkeypatch.setattr(channel_module, "_NOTE_SEC", 0.1)
     protocol.send(channel.theirs, (0, None, None))  # the reader looks at once, and from now on often
+    channel.start(_OpMetadata(60.0))
     channel._note(1, ("drop", 1), None, None)
     time.sleep(0.5)
     assert channel.broken is None and channel._pinged_at is None
+    end_worker(channel)
+
+
+def test_a_stopped_worker_that_is_sent_many_notes_is_killed(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that sends waits for it, although no operation is in flight."""
+    monkeypatch.setattr(channel_module, "_PING_EVERY_SEC", 0.02)
+    monkeypatch.setattr(channel_module, "_UNRESPONSIVE_SEC", 0.1)
+    monkeypatch.setattr(channel_module, "_NOTE_SEC", 0.1)
+
+    def send_many() -> None:
+        for _ in range(100_000):
+            channel._note(1, ("drop", 1), None, None)
+
+    with pytest.raises(RuntimeError, match="does not respond"):
+        send_many()
     end_worker(channel)

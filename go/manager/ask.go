@@ -30,6 +30,9 @@ func (s *Server) ask(a round.AskLighthouse) {
 			failure := wire.FromError(err)
 			known.Failure = &failure
 		}
+		if err == nil { // before the ranks can report of this round
+			s.suspected.Store(nil)
+		}
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		cancel()

@@ -101,8 +101,8 @@ func (s *Server) expectWithinGrace(groupRank int64) {
 // not have received them, because the stream was broken at that time, or another lighthouse served then.
 // Without its report, a lighthouse keeps a group whose manager server answers, and the other groups would
 // wait for a rank that has failed; and a leader would wait for the heartbeats of a member that failed
-// together with the former leader. A repeated report does no harm: the lighthouse ignores it if the group has
-// a pending request, or the collective was of another quorum.
+// together with the former leader. A repeated report does no harm: the lighthouse ignores that of a rank if
+// the group has a pending request, and that of a collective is of the latest round.
 func (s *Server) lighthouseReached() {
 	s.reportSuspected()
 	s.mu.Lock()
@@ -115,7 +115,7 @@ func (s *Server) lighthouseReached() {
 	}
 }
 
-// reportSuspected reports the last broken collective, if there was one.
+// reportSuspected reports the last broken collective of the latest round, if there was one.
 func (s *Server) reportSuspected() {
 	if last := s.suspected.Load(); last != nil {
 		s.membership.Report(&torchftpb.MemberMessage{

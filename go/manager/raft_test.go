@@ -99,6 +99,22 @@ func TestANewLeaderHearsWhichMembersFailedWithTheFormerOne(t *testing.T) {
 	})
 }
 
+// A report does not outlive the round that follows it, in which the suspect may train: the next leader would
+// have to check a member that has not come to it yet.
+func TestANewLeaderDoesNotHearOfBrokenStepsOfEarlierRounds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l, groups := agreeing(t, "a", "b")
+		before := round(t, 7, groups...)
+		fttest.Suspect(groups[0].Ranks[0], before[0].GetQuorumId(), "b")
+		time.Sleep(2 * time.Second)
+		assert.Equal(t, 1, l.Log.Count("peers suspect a member"))
+		assert.Equal(t, before[0].GetQuorumId(), round(t, 8, groups...)[0].GetQuorumId())
+		l.Kill(l.Leader())
+		time.Sleep(5 * time.Second)
+		assert.Equal(t, 1, l.Log.Count("peers suspect a member"))
+	})
+}
+
 // Without a majority the job waits, says why, and goes on when the majority is back.
 func TestWithoutAMajorityTheJobWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

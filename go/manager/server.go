@@ -33,7 +33,7 @@ type Server struct {
 	pool       rpc.Pool // sends the answers to all ranks
 	unregister func()   // ends the direct calls of ranks in this process (direct.go)
 
-	suspected atomic.Pointer[torchftpb.PeerSuspected] // the last broken collective that a rank has reported
+	suspected atomic.Pointer[torchftpb.PeerSuspected] // the last broken collective of the latest round
 
 	mu       sync.Mutex
 	machine  *round.Machine

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchft import Manager, Optimizer, process_group
-from torchft._manager.heal import rules
+from torchft._manager.heal import in_passing_rules as rules
 from torchft.checkpointing.codec.digest import memory_of
 from torchft.ddp import DistributedDataParallel
 from torchft.device_mesh import ft_init_device_mesh

@@ -379,9 +379,12 @@ class ProcessGroup(BaseProcessGroup):
 
 def configure_group(pg: ProcessGroup, peers: NewPeers, options: Optional[ReconfigureOptions]) -> None:
     """Calls `configure`, which a subclass may override, and passes the options to `_connect_with`."""
+    # As the Manager does: a subclass may have other names for the required ones.
+    required = peers[:4]
+    optional: dict[str, Any] = dict(zip(peers._fields[4:], peers[4:]))
     pg._handed = options
     try:
-        pg.configure(**peers._asdict())
+        pg.configure(*required, **optional)
     finally:
         pg._handed = None
 

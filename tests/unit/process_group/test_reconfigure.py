@@ -246,6 +246,19 @@ def test_a_wrapper_with_only_configure_is_called_too() -> None:
     assert (group.configured, len(inner.calls), group.error()) == (1, 1, None)
 
 
+def test_configure_gets_its_arguments_as_from_the_manager() -> None:
+    """A subclass may have other names for the required ones."""
+
+    class Named(ByConfigure):
+        def configure(self, address: str, name: str, number: int, size: int, **more: Any) -> None:  # type: ignore[override]
+            super().configure(address, name, number, size, **more)
+
+    inner = Named()
+    for group in (inner, ErrorSwallowingProcessGroupWrapper(inner)):
+        group.reconfigure(options([group.get_reconfigure_handle()])).wait()
+    assert [call[2:4] for call in inner.calls] == [(0, 1), (0, 1)]
+
+
 def test_a_subclass_with_only_reconfigure() -> None:
     inner = ByReconfigure()
     for i, group in enumerate(in_front_of(inner)):

@@ -29,7 +29,8 @@ from torchft._forked import Maker
 from torchft._handoff import hand_off, prepare
 from torchft._manager.checks.loader import Loader
 from torchft._manager.edge import GroupServer, Transport, as_peers, as_server, device_of
-from torchft._manager.heal.in_passing import InPassing, StillHealing
+from torchft._manager.heal.in_passing import StillHealing
+from torchft._manager.heal.recovery import Recovery
 from torchft._manager.heal.wait import HealWait
 from torchft._manager.lifetime import began, earlier, ended, life_of
 from torchft._manager.observe.log import _ManagerLogger
@@ -943,9 +944,9 @@ class Manager(Stepping):
                     parts.callback(self._manager._finish, self._step)
             if ends_transport:
                 parts.callback(self._transport.shutdown, wait=wait)
-            in_passing: Optional[InPassing] = self.__dict__.get("_in_passing")
-            if in_passing is not None:
-                parts.callback(in_passing.close)
+            recovery: Optional[Recovery] = self.__dict__.get("_recovery")
+            if recovery is not None:
+                parts.callback(recovery.close)
             if wait:
                 parts.callback(self._leave)
 

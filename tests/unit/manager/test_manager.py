@@ -693,6 +693,27 @@ def test_shutdown_leaves_no_thread(fixture: Fixture) -> None:
     fixture.transport.shutdown.assert_called_with(wait=True)
 
 
+def test_shutdown_ends_a_heal(fixture: Fixture, make_quorum: Quorum) -> None:
+    """It would go on as long as data arrives."""
+    begun, abandoned = threading.Event(), threading.Event()
+
+    def receive(**_: Any) -> None:
+        begun.set()
+        assert abandoned.wait(60)
+        raise RuntimeError("aborted")
+
+    fixture.transport.recv_checkpoint.side_effect = receive
+    fixture.transport.abandon_receiving = lambda reason: abandoned.set()
+    fixture.client._quorum.return_value = healing(make_quorum)
+    manager = fixture.manager()
+    manager.start_quorum()
+    assert begun.wait(20)
+    manager.shutdown()
+    assert abandoned.is_set()
+    with pytest.raises(RuntimeError, match="shut down"):
+        manager.start_quorum()
+
+
 def test_shutdown_ends_all_parts_even_if_one_raises(fixture: Fixture) -> None:
     manager = fixture.manager()
     manager._manager = server = MagicMock()

@@ -49,6 +49,10 @@ if TYPE_CHECKING:
 
 # The pause between two attempts to abort a transfer, which may not have begun when its source fails.
 _ABANDON_AGAIN_SEC = 0.05
+# The most attempts when this Manager is shut down.
+_MOST_ABANDONS = 20
+
+_SHUT_DOWN = "the Manager is shut down"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -88,6 +92,7 @@ class Recovery:
         self.phases = Phases()
         self._hyperparameters: hyperparameters.Groups = []  # at the begin of the step
         self._source: Optional[tuple[int, str]] = None  # quorum_id and replica_id, during the transfer
+        self._closed = False
         self._target = TargetState(self._own, writable=False)  # of the current heal
         if self.transport.in_place and self.planner.use_async_quorum:
             warnings.warn(
@@ -267,6 +272,8 @@ class Recovery:
                 several["target"] = target
             self._source = plan.quorum_id, source.replica_id
             try:
+                if self._closed:
+                    raise RuntimeError(_SHUT_DOWN)
                 self.sources.check_peers()  # failures reported after this line reach peer_failed
                 in_place = self.transport.in_place or (self.transport.takes_target and target.writable)
                 self._inconsistent = self._inconsistent or in_place
@@ -317,6 +324,17 @@ class Recovery:
         self.in_passing.peer_failed(failure)
         while self._source == (failure.quorum_id, failure.replica_id):
             if not self.transport.abandon_receiving(PeerFailed(failure)):
+                return
+            time.sleep(_ABANDON_AGAIN_SEC)
+
+    def close(self) -> None:
+        """Ends a transfer in progress, and all heals in passing, on any thread: otherwise a shutdown would
+        wait for a state as long as data arrives.
+        """
+        self._closed = True
+        self.in_passing.close()
+        for _ in range(_MOST_ABANDONS):
+            if self._source is None or not self.transport.abandon_receiving(RuntimeError(_SHUT_DOWN)):
                 return
             time.sleep(_ABANDON_AGAIN_SEC)
 

@@ -36,7 +36,7 @@ type Slot struct {
 	Quorum         int64   `json:"quorum"` // in which the step was committed
 	Saved          float64 `json:"saved"`  // seconds since 1970
 	Bytes          int64   `json:"bytes"`  // of the file
-	// What it has of the state: the first part, the number of parts, and how many of these it has
+	// its share of the state: the first part, the number of parts, and how many of these it has
 	// (torchft/checkpointing/snapshots/shares.py). Empty: the whole state.
 	Share []int64 `json:"share,omitempty"`
 	// Why it cannot be restored; empty: it is complete, as far as its header tells. A reader checks the

@@ -500,7 +500,7 @@ def test_a_receive_into_host_memory_that_does_not_end_has_a_deadline(
 def test_a_device_that_stops_after_a_receive_into_host_memory_has_a_deadline(
     late: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was received is not copied to the host by a call that waits for the device without a limit."""
+    """A received tensor is copied to the host with a limit on the wait for the device."""
     wait = pg_transport._Channel._wait
 
     def stop(self: Any, ahead: int) -> None:

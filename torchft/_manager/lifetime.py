@@ -19,7 +19,7 @@ _logger = logging.getLogger("torchft.manager")
 
 
 class Life(NamedTuple):
-    """Whose Manager it is.
+    """The identity of a Manager's rank: two lives of one rank have the same.
 
     Attributes:
         group: the name that the caller gave to the group, without the UUID; groups without a name differ by

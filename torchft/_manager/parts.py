@@ -55,7 +55,7 @@ CommitHook = Callable[[int, bool, int], None]
 
 
 class ManagerParts(Stateful):
-    """What a Manager is put together from. Its constructor sets the first of these attributes."""
+    """The parts of a Manager. Its constructor sets the first of these attributes."""
 
     _maker: Maker  # the process of this Manager
     _settings: Settings

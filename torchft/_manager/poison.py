@@ -47,7 +47,7 @@ class JobStopped(SystemExit):
 
 
 def digest(error: BaseException, step: int, unit: Optional[Sequence[int]] = None) -> Optional[dict[str, Any]]:
-    """What identifies an exception, as the fields of the proto's Raised: type, place, step and unit. None for
+    """The identity of an exception, as the fields of the proto's Raised: type, place, step and unit. None for
     one that says nothing about data or code: an interrupt, an error of the operating system, of the network
     or of a process group, and what torchft itself raises when peers or servers fail.
 

@@ -444,7 +444,7 @@ class Stepping(ManagerParts):
 
 
 class OwnExtras(Extras):
-    """What torchft's own wrappers (optimizers, DDP, LocalSGD, loaders) call beyond the public methods."""
+    """The methods beyond the public ones that torchft's wrappers call: optimizers, DDP, LocalSGD, loaders."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager

@@ -37,8 +37,8 @@ _DESCRIPTION_BYTES = 512
 
 
 def _peers_of(pg: BaseProcessGroup) -> Any:
-    """What is replaced when the group gets new peers: its innermost group, or its worker process. A group of
-    PyTorch or of another project keeps them.
+    """The object that is replaced when the group gets new peers: its innermost group, or its worker process.
+    A group of PyTorch or of another project keeps them.
     """
     return getattr(pg, "_peers_now", lambda: pg)()
 

@@ -60,7 +60,7 @@ class LocalLighthouse:
         self._process: subprocess.Popen[bytes] = process_tree.start(self._command, self.log)
 
     def _text(self) -> str:
-        """What it has written in its present life."""
+        """Its output since its last start."""
         with self.log.open("rb") as lines:
             lines.seek(self._before)
             return lines.read().decode(errors="replace")

@@ -241,7 +241,7 @@ const some = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
 const seconds = (s) => (s < 1 ? `${Math.round(1000 * s)} ms` : `${s.toFixed(1)} s`);
 const gigabytes = (bytes) => (bytes < 1e8 ? `${(bytes / 1e6).toFixed(1)} MB` : `${(bytes / 1e9).toFixed(1)} GB`);
 
-// What is said of the members that an event names, by its kind, as in torchft/cli/events.py.
+// The words for the members that an event names, by its kind, as in torchft/cli/events.py.
 const OF_MEMBERS = {
   drained: (who) => `${who} is to leave at the end of a step`,
   ended: (who) => `${who} left`,

@@ -251,7 +251,7 @@ def test_a_source_that_fails_is_replaced_by_that_of_the_next_quorum(
 
 
 def test_a_source_without_parts_in_a_step_is_located_for_its_decision(peer: Peer, start: Any) -> None:
-    """What is here would be of no step otherwise."""
+    """Otherwise the parts that have arrived would be of no step."""
     target, ours = start()
     target.quorum(plan(7), together=True)
     until(target, lambda: target.heal.here == 6)

@@ -190,7 +190,7 @@ def wait_until_received() -> None:
 
 
 class Process:
-    """What ends this process, and its clock."""
+    """The exit of this process, and its clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.times, self.ended = [0.0], queue.SimpleQueue[int]()

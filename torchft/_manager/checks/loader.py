@@ -40,7 +40,7 @@ class LocalSteps(Protocol):
 
 
 class Loader(Protocol):
-    """What the Manager calls of an ``ElasticDataLoader``, which documents it."""
+    """The methods of an ``ElasticDataLoader`` that the Manager calls; the loader documents them."""
 
     @property
     def position(self) -> DataPosition: ...

@@ -50,7 +50,7 @@ def tensor_bytes(state: object) -> int:
 
 
 class Incident:
-    """What a failure costs, from the first error to the next commit. Further errors until then belong to it.
+    """The cost of a failure, from the first error to the next commit. Further errors until then belong to it.
 
     Its phases follow one another without a gap; the times of one that occurs several times are added up.
 

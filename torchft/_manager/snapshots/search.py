@@ -1,4 +1,4 @@
-"""What a group can begin with: slots of this host, in memory and on its disk, and those of other hosts."""
+"""The copies that a group can begin with: slots of this host, in memory and on disk, and of other hosts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOSTS_SEC, _ASK_SEC = 30.0, 0.5
 
 
 class Search(NamedTuple):
-    """What a rank looks for.
+    """A search for the copies that a rank can begin with.
 
     Attributes:
         job, group, rank, ranks: its job, its group, its rank in that, and the ranks of a group.

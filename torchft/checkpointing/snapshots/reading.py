@@ -89,7 +89,7 @@ class Slot(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What a slot says of itself."""
+    """The header, the structure and the regions of a slot."""
 
     source: Source
     header: Header
@@ -98,7 +98,7 @@ class Index(NamedTuple):
 
 
 def read_index(source: Source) -> Index:
-    """Returns what a slot says of itself. SlotError: it is not complete, or damaged."""
+    """Reads the index of a slot. SlotError: it is not complete, or damaged."""
     where = source.where
     try:
         header = slots.parse_header(where, _bytes(source, 0, PAGE))

@@ -196,7 +196,7 @@ def ends() -> tuple[cuda.TrainerEnd, cuda.WorkerEnd, Notes]:
 
 
 def deliver(notes: Notes, worker: cuda.WorkerEnd) -> None:
-    """What the two processes do: the worker reads a note, and answers it."""
+    """Both sides of a note: the worker reads and answers it."""
     while notes:
         note, held = notes.pop(0)
         worker.notified(note, None)

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Callable, Optional, TypeVar
 
 import torch
@@ -177,6 +178,18 @@ def _run(loop: Callable[[Rank], T], rank: Rank) -> T:
 def results(*groups: list[Future[T]]) -> list[T]:
     """Returns the results of the loops. Raises the first error of a loop."""
     return [future.result(timeout=90) for group in groups for future in group]
+
+
+def runs_twice_and_trains_once(script: Any, folder: Path) -> None:
+    """Runs a loop of six steps, which writes checkpoints every four into the folder, in one group and then in
+    another: the last step has a checkpoint, with which the second ends. `script.seen` has the steps by group.
+    """
+    with Cluster() as cluster:
+        (first,) = results(cluster.start(script, 0))
+        assert sorted(path.name for path in folder.glob("step-*")) == ["step-4", "step-6"]
+        (again,) = results(cluster.start(script, 1))
+    assert first is not None and again is not None and torch.equal(first[0], again[0])
+    assert len(script.seen[0]) == 6 and 1 not in script.seen
 
 
 @contextmanager

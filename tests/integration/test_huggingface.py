@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from upstream import client_path
 
-from tests.integration.cluster import Cluster, Rank, crash_and_wait, results
+from tests.integration.cluster import Cluster, Rank, crash_and_wait, results, runs_twice_and_trains_once
 from torchft.data.position import DataPlan, DataPosition
 
 # A test installs Transformers. test_job.py checks the same promises of the Job that the Trainer drives.
@@ -189,12 +189,7 @@ def test_the_last_of_max_steps_has_a_checkpoint_which_a_script_that_runs_again_e
     tmp_path: Path,
 ) -> None:
     script = Script("fp32", tmp_path, max_steps=6, job={"checkpoint_dir": tmp_path, "checkpoint_every": 4})
-    with Cluster() as cluster:
-        (first,) = results(cluster.start(script, 0))
-        assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-4", "step-6"]
-        (again,) = results(cluster.start(script, 1))
-    assert first is not None and again is not None and torch.equal(first[0], again[0])
-    assert len(script.seen[0]) == 6 and 1 not in script.seen
+    runs_twice_and_trains_once(script, tmp_path)
 
 
 @pytest.mark.parametrize(

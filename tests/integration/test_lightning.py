@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from upstream import client_path
 from waiting import wait_for
 
-from tests.integration.cluster import Cluster, Rank, crash_and_wait, results
+from tests.integration.cluster import Cluster, Rank, crash_and_wait, results, runs_twice_and_trains_once
 from torchft.coordination import LighthouseServer
 from torchft.data.position import DataPlan, DataPosition
 from torchft.launch.group import ReplicaGroup
@@ -213,12 +213,7 @@ def test_the_last_of_max_steps_has_a_checkpoint_which_a_script_that_runs_again_e
     tmp_path: Path,
 ) -> None:
     script = Script(max_steps=6, job={"checkpoint_dir": tmp_path, "checkpoint_every": 4})
-    with Cluster() as cluster:
-        (first,) = results(cluster.start(script, 0))
-        assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-4", "step-6"]
-        (again,) = results(cluster.start(script, 1))
-    assert first is not None and again is not None and torch.equal(first[0], again[0])
-    assert len(script.seen[0]) == 6 and 1 not in script.seen
+    runs_twice_and_trains_once(script, tmp_path)
 
 
 def test_sigterm_drains_the_group_and_lightnings_handler_does_not_end_it(tmp_path: Path) -> None:
